@@ -9,10 +9,13 @@ A row is a query of a list. Every 32 rows have a word for each block, with a bit
 many bits are set in the words before, and in the bits before in the same word, is where an entry
 stands. So nothing is sorted, the rows of a block ascend, and nothing waits for the device.
 
-    mark         columns ──> words [lists, chunks, blocks], counts
+A block that `least` or more of these 32 queries selected is common: they attend to it together,
+and it gives them no entry.
+
+    mark         columns ──> words [lists, chunks, blocks], common blocks of each chunk
     accumulate   words ──> bases: bits of a block in the chunks before, and in all
     begin        bases ──> starts
-    place        columns, words, bases, starts ──> entries
+    place        columns, words, bases, starts ──> entries, counts
 """
 
 from typing import NamedTuple
@@ -30,6 +33,7 @@ from sparsebench.kernels._common.triton import BoundKernel
 CHUNK = 32  # rows of a word
 GROUP = 64  # blocks of a program of `accumulate`
 STEP = 64  # words of a block that it has at a time
+WORDS = 128  # of a chunk that `mark` has at a time
 
 
 class Gathered(NamedTuple):
@@ -38,57 +42,91 @@ class Gathered(NamedTuple):
     entries  [rows * places]                 those of a list of blocks start where the list's do
     starts   [lists, blocks]                 first entry of each block
     bases    [lists, chunks + 1, blocks]     entries of a block in the chunks before
-    counts   [rows]                          blocks of each row before its first empty place
+    counts   [rows]                          entries of each row
+    words    [lists, chunks, blocks]         bits of the rows of a chunk that selected a block
+    common   [lists * chunks, most]          common blocks of each chunk, ascending
+    commons  [lists * chunks]                how many they are
     """
 
     entries: Tensor
     starts: Tensor
     bases: Tensor
     counts: Tensor
+    words: Tensor
+    common: Tensor
+    commons: Tensor
 
     @classmethod
-    def without_data(cls, mask: BlockMask, places: int) -> "Gathered":
+    def without_data(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
         """Return what each call writes, on "meta"."""
         (rows, blocks), tokens = mask.shape, mask.q_blocks
-        lists = rows // tokens
+        lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
         entries = torch.empty(rows * places, dtype=torch.int32, device="meta")
-        bases = entries.new_empty(lists, triton.cdiv(tokens, CHUNK) + 1, blocks)
-        return cls(entries, entries.new_empty(lists, blocks), bases, entries.new_empty(rows))
+        bases, words = (entries.new_empty(lists, chunks + i, blocks) for i in (1, 0))
+        common = entries.new_empty(lists * chunks, most_common(places, blocks, least))
+        starts, counts = entries.new_empty(lists, blocks), entries.new_empty(rows)
+        return cls(entries, starts, bases, counts, words, common, common.new_empty(len(common)))
 
     @classmethod
-    def of(cls, mask: BlockMask, places: int) -> "Gathered":
+    def of(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
         """Return those of a mask that does not change, in torch."""
         rows, (height, blocks), tokens = rows_of(mask.offsets), mask.shape, mask.q_blocks
         lists, chunks = height // tokens, triton.cdiv(tokens, CHUNK)
-        column, place = mask.indices.long(), torch.arange(len(rows), device=rows.device)
-        entry = rows * places + place - mask.offsets[rows]
-        order = ((rows // tokens * blocks + column) * tokens + rows % tokens).argsort()
-        cell = (rows // tokens * chunks + rows % tokens // CHUNK) * blocks + column
-        count = torch.bincount(cell, minlength=lists * chunks * blocks)
-        bases = pad(count.view(lists, chunks, blocks).cumsum(1), (0, 0, 1, 0))
-        starts = bases[:, -1].flatten().cumsum(0).view(lists, blocks) - bases[:, -1]
-        entries = torch.zeros(height * places, dtype=torch.int32, device=rows.device)
-        first = torch.arange(lists, device=rows.device)[:, None] * (tokens * places)
-        starts += first - starts[:, :1]
-        listed = rows[order] // tokens
-        before = mask.offsets[::tokens][listed]
-        entries[listed * (tokens * places) + place - before] = entry[order].to(torch.int32)
-        return cls(entries, starts.to(torch.int32), bases.to(torch.int32), mask.counts)
+        size = lists, chunks, blocks
+        column, token = mask.indices.long(), rows % tokens
+        cell = (rows // tokens * chunks + token // CHUNK) * blocks + column
+        number = torch.bincount(cell, minlength=lists * chunks * blocks)
+        words = torch.zeros_like(number).index_add(0, cell, 1 << token % CHUNK)
+        is_common = number >= least
+        commons = is_common.view(-1, blocks).sum(1)
+        common = number.new_zeros(len(commons), most_common(places, blocks, least))
+        at, block = is_common.view(-1, blocks).nonzero().T
+        common[at, torch.arange(len(at), device=at.device) - before(commons)[at]] = block
+
+        rows, column = rows[~is_common[cell]], column[~is_common[cell]]
+        counts, list_ = torch.bincount(rows, minlength=height), rows // tokens
+        bases = pad(number.masked_fill(is_common, 0).view(size).cumsum(1), (0, 0, 1, 0))
+        first = torch.arange(lists, device=rows.device) * (tokens * places)
+        starts = bases[:, -1].cumsum(1) - bases[:, -1] + first[:, None]
+        number = torch.arange(len(rows), device=rows.device)
+        entry = rows * places + number - before(counts)[rows]
+        order = ((list_ * blocks + column) * tokens + rows % tokens).argsort()
+        entries = number.new_zeros(height * places)
+        of_lists = before(torch.bincount(list_, minlength=lists))
+        entries[(first - of_lists)[list_[order]] + number] = entry[order]
+        arrays = entries, starts, bases, counts, words.view(size), common, commons
+        return cls(*(x.to(torch.int32) for x in arrays))
 
 
-def bound_gathering(mask: BlockMask, places: int, gathered: Gathered) -> list[BoundKernel]:
-    """Return the kernels that write the queries of each block of keys, in their order."""
+def before(counts: Tensor) -> Tensor:
+    """Return the sum of the counts before each."""
+    return counts.cumsum(0) - counts
+
+
+def most_common(places: int, blocks: int, least: int) -> int:
+    """Return how many common blocks a chunk may have, or 1 if it has none."""
+    return max(1, min(blocks, places * CHUNK // least))
+
+
+def bound_gathering(
+    mask: BlockMask, places: int, gathered: Gathered, least: int
+) -> list[BoundKernel]:
+    """Return the kernels that write the queries of each block of keys, in their order.
+
+    least  rows of a chunk that share a common block; with more than CHUNK, no block is common
+    """
     (rows, blocks), tokens = mask.shape, mask.q_blocks
     lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
-    entries, starts, bases, counts = gathered
-    words = entries.new_empty(lists * chunks * blocks)
+    entries, starts, bases, counts, words, common, commons = gathered
     sizes = tokens, blocks, chunks
     constants = {"PLACES": triton.next_power_of_2(places), "CHUNK": CHUNK, "num_warps": 1}
+    constants["LEAST"] = least
     every = {"BLOCKS": triton.next_power_of_2(blocks)}
     walked, groups = (mask.offsets, mask.columns), triton.cdiv(blocks, GROUP)
-    tile = {"GROUP": GROUP, "STEP": STEP}
+    tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": least}
+    marked = *walked, words, common, commons, *sizes, common.shape[1]
     return [
-        BoundKernel(_mark, (lists * chunks,), (*walked, words, counts, *sizes), constants, words),
+        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": WORDS}, words),
         BoundKernel(_accumulate, (lists * groups,), (words, bases, *sizes[1:]), tile, bases),
         BoundKernel(_begin, (lists,), (bases, starts, *sizes, places), every, starts),
         BoundKernel(
@@ -122,29 +160,48 @@ def _rows(offsets, list_, chunk, tokens, CHUNK: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mark(  # type: ignore[no-untyped-def]
-    offsets, columns, words, counts, tokens, blocks, chunks,
-    PLACES: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    words += program.to(tl.int64) * blocks
-    lane = tl.arange(0, 128)
-    for first in range(0, blocks, 128):
-        tl.store(words + first + lane, 0, first + lane < blocks)
-    row, inside, start, end = _rows(offsets, program // chunks, program % chunks, tokens, CHUNK)
+def _columns(  # type: ignore[no-untyped-def]
+    offsets, columns, list_, chunk, tokens, blocks, PLACES: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Return the rows of a chunk, which of them exist, and the columns before an empty place."""
+    row, inside, start, end = _rows(offsets, list_, chunk, tokens, CHUNK)
     place = tl.arange(0, PLACES)[None, :]
     there = place < (end - start)[:, None]
     column = tl.load(columns + start[:, None] + place, there, -1) & 0x7FFFFFFF
     count = tl.min(tl.where(there & (column < blocks), PLACES, place), 1)
-    tl.store(counts + row, count, inside)
+    return row, inside, column, place < count[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mark(  # type: ignore[no-untyped-def]
+    offsets, columns, words, common, commons, tokens, blocks, chunks, most,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    words += program.to(tl.int64) * blocks
+    lane = tl.arange(0, WORDS)
+    for first in range(0, blocks, WORDS):
+        tl.store(words + first + lane, 0, first + lane < blocks)
+    list_, chunk = program // chunks, program % chunks
+    _, _, column, present = _columns(offsets, columns, list_, chunk, tokens, blocks, PLACES, CHUNK)
     tl.debug_barrier()  # all words are 0 before a bit is set
     bit = 1 << tl.arange(0, CHUNK)[:, None]
-    tl.atomic_or(words + column, bit, place < count[:, None], sem="relaxed")
+    tl.atomic_or(words + column, bit, present, sem="relaxed")
+    tl.debug_barrier()
+    total = 0
+    common += program.to(tl.int64) * most
+    for first in range(0, blocks, WORDS):
+        block = first + lane
+        word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
+        many = (_bits(word) >= LEAST).to(tl.int32)
+        tl.store(common + total + tl.cumsum(many, 0) - 1, block, many == 1)
+        total += tl.sum(many, 0)
+    tl.store(commons + program, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(  # type: ignore[no-untyped-def]
-    words, bases, blocks, chunks, GROUP: tl.constexpr, STEP: tl.constexpr
+    words, bases, blocks, chunks, GROUP: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr
 ):
     groups = tl.cdiv(blocks, GROUP)
     list_ = (tl.program_id(0) // groups).to(tl.int64)
@@ -157,6 +214,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
         inside = (chunk < chunks) & (block < blocks)
         at = chunk * blocks + block
         count = _bits(tl.load(words + at, inside, 0))
+        count = tl.where(count < LEAST, count, 0)
         tl.store(bases + at, total + tl.cumsum(count, 0) - count, inside)
         total += tl.sum(count, 0)[None, :]
     tl.store(bases + chunks * blocks + block, total, block < blocks)
@@ -176,17 +234,19 @@ def _begin(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
     offsets, columns, words, bases, starts, counts, entries, tokens, blocks, chunks, places,
-    PLACES: tl.constexpr, CHUNK: tl.constexpr,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     list_, chunk = program // chunks, program % chunks
-    row, inside, start, _ = _rows(offsets, list_, chunk, tokens, CHUNK)
-    place = tl.arange(0, PLACES)[None, :]
-    present = place < tl.load(counts + row, inside, 0)[:, None]
-    column = tl.load(columns + start[:, None] + place, present, 0) & 0x7FFFFFFF
+    row, inside, column, present = _columns(
+        offsets, columns, list_, chunk, tokens, blocks, PLACES, CHUNK
+    )
     below = (1 << tl.arange(0, CHUNK)[:, None]) - 1
     word = tl.load(words + program.to(tl.int64) * blocks + column, present, 0)
+    apart = present & (_bits(word) < LEAST)
     base = (list_.to(tl.int64) * (chunks + 1) + chunk) * blocks
-    at = tl.load(starts + list_ * blocks + column, present, 0)
-    at += tl.load(bases + base + column, present, 0) + _bits(word & below)
-    tl.store(entries + at, row[:, None] * places + place, present)
+    at = tl.load(starts + list_ * blocks + column, apart, 0)
+    at += tl.load(bases + base + column, apart, 0) + _bits(word & below)
+    place = tl.cumsum(apart.to(tl.int32), 1) - 1
+    tl.store(entries + at, row[:, None] * places + place, apart)
+    tl.store(counts + row, tl.sum(apart.to(tl.int32), 1), inside)

@@ -7,7 +7,7 @@
 A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
 integers that are ordered as the scores are, t is the largest that as many reach as the row has
 places, or that blocks of the wanted mass reach. 32 rounds of a comparison and a sum need no sort,
-and blocks are listed in their order.
+and blocks are listed in their order. Without a mass, rounds end once as many reach it.
 """
 
 from functools import lru_cache
@@ -36,6 +36,7 @@ MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
 MANY_ROWS = 1 << 16  # from which on a warp selects for several rows: lists of single queries
 SCORES, MANY_SCORES = 512, 1024  # of a warp; with many rows, they need not wait for other warps
+ROUNDS = tl.constexpr(4)  # after which a program looks whether it has found the smallest scores
 LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
 
 
@@ -97,6 +98,7 @@ def bound_select(
     args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants |= {"ROWS": several, "num_warps": warps}
+    constants["PLACES"] = triton.next_power_of_2(min(selection.keep, count))
     grid = (triton.cdiv(selection.rows, several),)
     return BoundKernel(_select_rows, grid, args, constants, columns)
 
@@ -173,7 +175,7 @@ def _select_rows(  # type: ignore[no-untyped-def]
     scores, starts, parts, offsets, columns, slots, stride, rows, q_blocks, count, queries, keys,
     places, first, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the places of ROWS rows of blocks, and where they start."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -206,25 +208,35 @@ def _select_rows(  # type: ignore[no-untyped-def]
         )
         weight = tl.where(usable, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
         goal = tl.sum(weight, 1, keep_dims=True) * mass * 2**-24
-    least = tl.where(_suffice(order >= 0, places, weight, goal), 0, LOWEST)
-    for i in tl.static_range(31):
-        trial = least | (1 << (30 - i))
-        least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
-    above, equal = order > least, order == least
-    rest = places - tl.sum(above.to(tl.int32), 1, keep_dims=True)
-    stays = tl.cumsum(equal.to(tl.int32), 1) <= rest
-    if mass is not None:
-        before = tl.sum(tl.where(above, weight, 0.0), 1, keep_dims=True) - weight
-        before += tl.cumsum(tl.where(equal, weight, 0.0), 1)
-        stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
-    chosen = (above | (equal & stays)) & (order != LOWEST)
+    least, one = tl.full((ROWS, 1), LOWEST, tl.int32), tl.full((ROWS, 1), 1, tl.int32)
+    left, settled = 32, 0
+    while (left > 0) & (settled == 0):
+        for _ in tl.static_range(ROUNDS):
+            left -= 1
+            trial = least ^ (one << left)  # 0 in the first round
+            least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
+        if goal is None:
+            taken = tl.sum((order >= least).to(tl.int32), 1, keep_dims=True)
+            settled = tl.min((taken == places).to(tl.int32))
+    chosen = order >= least
+    if settled == 0:
+        above, equal = order > least, order == least
+        rest = places - tl.sum(above.to(tl.int32), 1, keep_dims=True)
+        stays = tl.cumsum(equal.to(tl.int32), 1) <= rest
+        if mass is not None:
+            before = tl.sum(tl.where(above, weight, 0.0), 1, keep_dims=True) - weight
+            before += tl.cumsum(tl.where(equal, weight, 0.0), 1)
+            stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
+        chosen = above | (equal & stays)
+    chosen = chosen & (order != LOWEST)
 
     start = tl.load(starts + row, row < rows, 0)
     taken = tl.sum(chosen.to(tl.int32), 1, keep_dims=True)
     place = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
-    empty = (block >= taken) & (block < places) & (row < rows)
-    tl.store(columns + start + block, count | LOWEST, empty)
+    lane = tl.arange(0, PLACES)[None, :]
+    empty = (lane >= taken) & (lane < places) & (row < rows)
+    tl.store(columns + start + lane, count | LOWEST, empty)
     if slots is not None:
         tl.store(slots + start + place, number.to(tl.int32), chosen)
     tl.store(offsets + row, start, row < rows)

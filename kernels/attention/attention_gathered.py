@@ -4,13 +4,14 @@
 
     block of keys     its queries (_gathering.py)       parts [row, place, head, D], logs
     +-----+  K, V     | q1 | q4 | q5 | q9 | ...         O and LSE of one query and one block
-    |  7  |  once      tile: their heads side by side ──> merge: the parts of a row, in their order
-    +-----+
+    |  7  |  once      tile: their heads side by side ──> merge: 32 queries attend to the blocks
+    +-----+                                               common to them, and add their parts
 
 A tile of one query would have only the heads of a group as rows, and read a block for each: at 4
 heads, 4 FLOPs a byte. Here a tile has 64 rows and more of any queries that selected the same block,
 so a byte of K and V serves all of them. A pair of a query and a block costs its part instead: it is
-written and read once, in the dtype of q. Each part is divided by its own sum:
+written and read once, in the dtype of q. Blocks that many of 32 neighbours selected, such as their
+own, need no parts: `merge` walks them with a bit for each query. Parts are divided by their sums:
 
     part = softmax(scale Q K.T) V over a block      log = its log-sum-exp, to the base 2
     O = sum of parts weighted by exp2(log - top) / sum of the weights
@@ -28,133 +29,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats._format import sides_of
-from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.triton import SM_BYTES, BoundKernel, Path, Template
+from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import refuse
-from sparsebench.kernels.attention import _shapes
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
-from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
+from sparsebench.kernels.attention._gathered_tiles import (
+    SECTION,
+    WAVES,
+    constants_of,
+    entries_of,
+    fitting,
+    gathered_of,
+    load_keys,
+    run_of,
+    sections_of,
+    unsupported,
+    unsupported_mask,
+)
+from sparsebench.kernels.attention._gathering import CHUNK
 from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head, head_box
 from sparsebench.kernels.attention._tiles import add_step
-from sparsebench.kernels.attention.attention_triton import (
-    LN_2,
-    code_of,
-    matrices,
-    path_of,
-    refuse_path,
-)
-from sparsebench.results.record import Problem
+from sparsebench.kernels.attention.attention_triton import LN_2, code_of, matrices, refuse_path
 
-SECTION_BYTES = 1 << 30  # of parts at a time
-MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
-WAVES = 6  # programs for each SM of a section, of which two or three run at once
-MERGED = 16  # rows of a program of `merge`
-
+UNROLL = 2  # parts of a row that are loaded at a time
+REGISTERS = 168  # of a tile with two stages and whole blocks: three programs run on an SM
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
-FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]
-SMALLEST = 16
-SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span", "workers"  # one code
-
-
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the kernel cannot run the problem here, or None."""
-    return _shapes.unsupported(problem, device) or _unsupported_queries(problem["block"])
-
-
-def _unsupported_queries(block: object) -> str | None:
-    queries = sides_of(block)[0]
-    expected = "expected a list for each query"
-    return f"block: {expected}, found one for {queries} queries" if queries > 1 else None
-
-
-def _unsupported_mask(mask: BlockMask) -> str | None:
-    """Return why the kernel cannot read a mask, or None."""
-    if mask.bits is not None:
-        return "expected a mask without bits, found bits"
-    if mask.kv_blocks > MOST_BLOCKS:
-        return f"expected at most {MOST_BLOCKS} blocks of keys, found {mask.kv_blocks}"
-    return _unsupported_queries(mask.block)
 
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    refuse(_unsupported_mask(w.mask))
-    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
-    side = max(SMALLEST, triton.next_power_of_2(shape.block[1]))
-    near = [(rows, min(keys, side), *rest) for rows, keys, *rest in _tiles(shape.itemsize)]
-    row = shape.depth * shape.itemsize
-    fit = [t for t in near if (t[0] * t[3] + 2 * t[1] * _buffers(t, side)) * row <= SM_BYTES]
-    return [_config(shape, shared, tile, path) for tile in dict.fromkeys(fit or near[-1:])]
-
-
-def _tiles(itemsize: int) -> list[tuple[int, int, int, int]]:
-    return FP32 if itemsize == 4 else TILES
-
-
-def _buffers(tile: tuple[int, ...], side: int) -> int:
-    """Return how many steps of K and V a program holds: one, if it is a whole block."""
-    return 1 if tile[1] == side else tile[3]
-
-
-def _config(
-    shape: _shapes.AttentionShape, shared: int, tile: tuple[int, int, int, int], path: Path
-) -> Config:
-    rows, keys, warps, stages = tile
-    pack = min(shared, rows)
-    way = path if shape.block[1] % keys == 0 else "pointers"
-    return Config(rows // pack, pack, keys, stages, warps, way)
+    return fitting(w, call, TILES, 1)
 
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
-    refuse(_unsupported_mask(w.mask))
+    refuse(unsupported_mask(w.mask))
     refuse_path(w, call, config.path)
     shape, mask, device = call.shape, w.mask, w.mask.columns.device
     places = max(1, int(mask.counts.max()))
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    if mask.keep:
-        gathered = Gathered.without_data(mask, places)
-        programs = bound_gathering(mask, places, gathered)
-    else:
-        gathered, programs = Gathered.of(mask, places), []
-
-    units = shape.batch * shape.heads // config.pack
-    of_row = places * config.pack  # parts of a query
-    fitting = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)  # queries of a section
-    span = min(shape.q_tokens, max(CHUNK, fitting // CHUNK * CHUNK))
-    height = min(units, max(1, fitting // shape.q_tokens))
-    parts = q.new_empty(height * span * of_row, shape.head_dim)
+    tile, merged = constants_of(shape, mask, config, places)
+    whole_blocks = config.keys >= shape.block[1]
+    if whole_blocks and shape.itemsize == 2 and (config.stages, config.warps) == (2, 4):
+        tile["maxnreg"] = REGISTERS
+    merged |= {"LOGS": triton.next_power_of_2(places), "UNROLL": UNROLL}
+    gathered, programs = gathered_of(mask, places, merged)
+    count, sections = sections_of(shape, config.pack, places)
+    parts = q.new_empty(count, shape.head_dim)
     logs = parts.new_empty(len(parts), dtype=torch.float32)
     boxes = [head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)]
     blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
-    sizes = *mask.tokens, blocks, chunks, places, shape.heads, shape.kv_heads, mask.lists
-    depth = {"D": shape.head_dim, "DEPTH": shape.depth}
-    tile = {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
-    tile |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
-    tile |= {"SIDE": shape.block[1], "CAUSAL": mask.causal, "CHUNK": CHUNK}
-    tile |= {"BLOCKS": triton.next_power_of_2(blocks), **depth}
-    merged = {"TOKENS": max(1, MERGED // config.pack), "PACK": config.pack, **depth}
-    merged |= {"PLACES": triton.next_power_of_2(places)}
-    for unit in range(0, units, height):
-        count = min(height, units - unit)
+    sizes = *mask.tokens, blocks, chunks, shape.heads, shape.kv_heads, mask.lists
+    for unit, count, token, width in sections:
         workers = max(1, WAVES * multiprocessors(device) // count)
-        for token in range(0, shape.q_tokens, span):
-            width = min(span, shape.q_tokens - token)
-            section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
-            read = gathered.entries, gathered.starts, gathered.bases
-            args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
-            programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
-            grid = (count * ceil(width / merged["TOKENS"]),)
-            args = parts, logs, gathered.counts, o, lse, unit, token, width
-            args = *args, shape.q_tokens, places, shape.heads, mask.lists
-            programs.append(BoundKernel(_merge, grid, args, merged, o))
+        section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
+        read = gathered.entries, gathered.starts, gathered.bases
+        args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
+        programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
+        grid = (count * config.pack // merged["PACK"] * ceil(width / CHUNK),)
+        listed = gathered.counts, gathered.words, gathered.common, gathered.commons
+        args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
+        args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
+        programs.append(BoundKernel(_merge, grid, args, merged, o))
     template = Template(programs, inputs, [o, lse])
 
     def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
@@ -169,32 +110,14 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
 KERNEL = attention_engine("attention_gathered", "attention", choices, plan, unsupported, Config)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _keys(  # type: ignore[no-untyped-def]
-    k, v, sequence, tokens, head, heads, key, last,
-    D: tl.constexpr, DEPTH: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Return the tiles [KEYS, DEPTH] of K and V from a key on; zeros from key `last` on."""
-    if TMA:
-        k_tile = k.load([sequence, key, head, 0]).reshape(KEYS, DEPTH)
-        v_tile = v.load([sequence, key, head, 0]).reshape(KEYS, DEPTH)
-    else:
-        at, depth = key + tl.arange(0, KEYS)[:, None], tl.arange(0, DEPTH)[None, :]
-        line = ((sequence * tokens + at).to(tl.int64) * heads + head) * D
-        inside = (at < last) & (depth < D)
-        k_tile = tl.load(k + line + depth, inside, 0.0)
-        v_tile = tl.load(v + line + depth, inside, 0.0)
-    return k_tile, v_tile
-
-
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, parts, logs, entries, starts, bases,
     first_unit, first_chunk, end_chunk, span, workers,
-    q_tokens, kv_tokens, blocks, chunks, places, heads, kv_heads, lists, scale,
+    q_tokens, kv_tokens, blocks, chunks, heads, kv_heads, lists, scale,
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of a run of tiles of one unit: heads that share a list and a key head."""
     unit, worker = tl.program_id(0) // workers, tl.program_id(0) % workers
@@ -203,38 +126,25 @@ def _attend(  # type: ignore[no-untyped-def]
     list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
     starts += list_ * blocks
     bases += list_.to(tl.int64) * (chunks + 1) * blocks
-    block = tl.arange(0, BLOCKS)
-    begin = tl.load(bases + first_chunk * blocks + block, block < blocks, 0)
-    end = tl.load(bases + end_chunk * blocks + block, block < blocks, 0)
-    tiles = tl.cdiv(end - begin, TOKENS)
-    until = tl.cumsum(tiles, 0)
-    every = tl.sum(tiles, 0).to(tl.int64)
-    run = (worker * every // workers).to(tl.int32)
-    stop = ((worker + 1) * every // workers).to(tl.int32)
-    first_block = tl.sum((until <= run).to(tl.int32), 0)
-    end_block = tl.where(run < stop, tl.sum((until < stop).to(tl.int32), 0) + 1, first_block)
-    before = tl.sum(tl.where(block < first_block, tiles, 0), 0)
-
+    run, stop, first_block, end_block, before = run_of(
+        bases, first_chunk, end_chunk, blocks, worker, workers, TOKENS, BLOCKS
+    )
     lane = tl.arange(0, TOKENS * PACK)
     which, member = lane // PACK, lane % PACK
     depth = tl.arange(0, DEPTH)[None, :]
     first_row = list_ * q_tokens
     of_unit = unit * span - first_row - first_chunk * CHUNK  # row + of_unit: row of the section
     for number in range(first_block, end_block):
-        start = tl.load(starts + number)
-        low = start + tl.load(bases + first_chunk * blocks + number)
-        high = start + tl.load(bases + end_chunk * blocks + number)
-        here = tl.cdiv(high - low, TOKENS)
-        at = low + (tl.maximum(run, before) - before) * TOKENS
-        high = tl.minimum(high, low + (stop - before) * TOKENS)
-        before += here
+        at, high, before = entries_of(
+            starts, bases, number, first_chunk, end_chunk, blocks, run, stop, before, TOKENS
+        )
         key, end_key = number * SIDE, tl.minimum((number + 1) * SIDE, kv_tokens)
         of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
         if KEYS >= SIDE:
-            k_tile, v_tile = _keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
         entry = tl.load(entries + at + which, at + which < high, -1)
         for i in tl.range(at, high, TOKENS, num_stages=STAGES if KEYS >= SIDE else 1):
-            real, row, place = entry >= 0, entry // places, entry % places
+            real, row, place = entry >= 0, entry // PLACES, entry % PLACES
             token = row - first_row
             line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
             stored = real[:, None] & (depth < D)
@@ -267,7 +177,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         num_stages=STAGES,
                     ):
                         from_key = key + step * KEYS
-                        k_tile, v_tile = _keys(*of_keys, from_key, end_key, D, DEPTH, KEYS, TMA)
+                        k_tile, v_tile = load_keys(*of_keys, from_key, end_key, D, DEPTH, KEYS, TMA)
                         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                         if MASK:
                             at_key = from_key + tl.arange(0, KEYS)[None, :]
@@ -277,7 +187,7 @@ def _attend(  # type: ignore[no-untyped-def]
                             scores, v_tile, scale, top, weight, total, True
                         )
             some = tl.where(weight != 0, weight, 1.0)  # a NaN stays
-            to = ((row + of_unit) * places + place).to(tl.int64) * PACK + member
+            to = ((row + of_unit) * PLACES + place).to(tl.int64) * PACK + member
             part = (total / some[:, None]).to(parts.dtype.element_ty)
             tl.store(parts + to[:, None] * D + depth, part, stored)
             tl.store(logs + to, top + tl.log2(weight), real)
@@ -285,38 +195,72 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    parts, logs, counts, o, lse, first_unit, first_token, span, q_tokens, places, heads, lists,
-    D: tl.constexpr, DEPTH: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-    PLACES: tl.constexpr,
+    q, k, v, parts, logs, counts, words, common, commons, o, lse,
+    first_unit, first_token, span,
+    q_tokens, kv_tokens, blocks, chunks, heads, kv_heads, lists, most, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr,
+    UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, LOGS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of some queries."""
-    of_unit = tl.cdiv(span, TOKENS)
-    unit, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
-    stacked = (first_unit + unit) * PACK
+    """Attend to the common blocks of a chunk, and add the parts of its queries."""
+    ROWS: tl.constexpr = CHUNK * PACK
+    STEPS: tl.constexpr = (SIDE + KEYS - 1) // KEYS
+    of_unit = tl.cdiv(span, CHUNK)
+    packed, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
+    unit, offset = packed // (UNIT // PACK), packed % (UNIT // PACK) * PACK
+    stacked = (first_unit + unit) * UNIT + offset
     sequence, head = stacked // heads, stacked % heads
-    list_ = sequence * lists + head * lists // heads
-    lane = tl.arange(0, TOKENS * PACK)
-    local, member = tile * TOKENS + lane // PACK, lane % PACK
+    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    lane = tl.arange(0, ROWS)
+    local, member = tile * CHUNK + lane // PACK, lane % PACK
     inside, token = local < span, first_token + local
-    count = tl.load(counts + list_ * q_tokens + token, inside, 0)
-    at = ((unit * span + local) * places).to(tl.int64) * PACK + member
-    place = tl.arange(0, PLACES)[None, :]
-    log = tl.load(logs + at[:, None] + place * PACK, place < count[:, None], -float("inf"))
-    top = tl.max(log, 1)
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    weight = tl.sum(tl.exp2(log - safe[:, None]), 1)
     depth = tl.arange(0, DEPTH)[None, :]
-    total = tl.zeros((TOKENS * PACK, DEPTH), tl.float32)
-    for i in tl.range(0, places, num_stages=3):
+    line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
+    stored = inside[:, None] & (depth < D)
+    q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
+    limit = kv_tokens - 1 + tl.zeros_like(token)
+    if CAUSAL:
+        limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
+    chunk = list_ * chunks + first_token // CHUNK + tile
+    words += chunk.to(tl.int64) * blocks
+    common += chunk.to(tl.int64) * most
+    steps = tl.load(commons + chunk) * STEPS
+
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    block = tl.load(common, steps > 0, 0)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        key = block * SIDE + i % STEPS * KEYS
+        end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
+        of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
+        k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+        selected = (tl.load(words + block) >> (lane // PACK)) & 1
+        block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+        scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        at_key = key + tl.arange(0, KEYS)[None, :]
+        last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
+        scores = tl.where(at_key <= last[:, None], scores, -float("inf"))
+        top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
+
+    count = tl.load(counts + list_ * q_tokens + token, inside, 0)
+    at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
+    place = tl.arange(0, LOGS)[None, :]
+    log = tl.load(logs + at[:, None] + place * UNIT, place < count[:, None], -float("inf"))
+    new = tl.maximum(top, tl.max(log, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    shrink = tl.exp2(top - safe)
+    weight = weight * shrink + tl.sum(tl.exp2(log - safe[:, None]), 1)
+    total = total * shrink[:, None]
+    for i in tl.range(0, tl.max(count, 0), loop_unroll_factor=UNROLL):
         present = i < count
-        of_place = tl.load(logs + at + i * PACK, present, -float("inf"))
-        line = (at + i * PACK) * D
-        part = tl.load(parts + line[:, None] + depth, present[:, None] & (depth < D), 0.0)
+        of_place = tl.load(logs + at + i * UNIT, present, -float("inf"))
+        to = (at + i * UNIT) * D
+        part = tl.load(parts + to[:, None] + depth, present[:, None] & (depth < D), 0.0)
         total += tl.exp2(of_place - safe)[:, None] * part.to(tl.float32)
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
-    line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
-    stored = inside[:, None] & (depth < D)
     tl.store(o + line[:, None] + depth, (total / weight[:, None]).to(o.dtype.element_ty), stored)
-    natural = tl.where(some, (top + tl.log2(weight)) * LN_2, -float("inf"))
+    natural = tl.where(some, (new + tl.log2(weight)) * LN_2, -float("inf"))
     tl.store(lse + (stacked + member).to(tl.int64) * q_tokens + token, natural, inside)

@@ -13,6 +13,7 @@ block of the transposed list is read by its own lanes, as in _tiles.py, so block
 Missing queries have an LSE of infinity, which makes their P zero.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.triton import Path, Template
+from sparsebench.kernels._common.triton import BoundKernel, Path, Template
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
@@ -102,8 +103,7 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Sort the lists and those of the transpose, and compile."""
     refuse_path(w, call, config.q_path, config.kv_path)
-    shape, scale, mask = call.shape, call.scale, w.mask
-    rows, transposed = w.lists, w.transposed(shape.kv_heads)
+    shape, scale, mask, rows = call.shape, call.scale, w.mask, w.lists
     q, k, v, o, do = (by_head(x, shape) for x in matrices(call))
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     results = call.gradients(q, None)
@@ -123,22 +123,8 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         *(tile, out),
         masked=rows.masked or shape.block[1] % tile.keys != 0,
     )
-    tile = config.dkv
-    box, kv_box = (tile.tokens, 1), (tile.keys, 1)
-    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), tile.keys)  # of a block
-    second = bound_kernel(
-        _dkv,
-        transposed.order.numel() * tiles,
-        (
-            *(head_box(x, shape, box, tile.path) for x in (q, do)),
-            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
-            *(dk, dv, lse, delta),
-        ),
-        (transposed, mask, shape, scale),
-        *(tile, out),
-        masked=transposed.masked or shape.block[0] % tile.tokens != 0,
-        before=first,
-    )
+    tensors = q, do, k, v, dk, dv, lse, delta
+    second = bound_dkv(w, call, config.dkv, tensors, out, before=first)
     template = Template([second], (q, k, v, o, lse, do), results)
 
     def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
@@ -147,6 +133,37 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         return template(*operands, out=call.gradients(operands[0], out))
 
     return Product(run, code_of(second, mask.columns.device))
+
+
+def bound_dkv(
+    w: ListedMask,
+    call: AttentionCall,
+    tile: TileConfig,
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    before: BoundKernel | None = None,
+) -> BoundKernel:
+    """Return the kernel of dK and dV.
+
+    tensors  q, do, k, v, dk, dv, lse and delta, which `before` may write
+    """
+    shape, lists = call.shape, w.transposed(call.shape.kv_heads)
+    q, do, k, v, *rest = tensors
+    box, kv_box = (tile.tokens, 1), (tile.keys, 1)
+    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), tile.keys)  # of a block
+    return bound_kernel(
+        _dkv,
+        lists.order.numel() * tiles,
+        (
+            *(head_box(x, shape, box, tile.path) for x in (q, do)),
+            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
+            *rest,
+        ),
+        (lists, w.mask, shape, call.scale),
+        *(tile, out),
+        masked=lists.masked or shape.block[0] % tile.tokens != 0,
+        before=before,
+    )
 
 
 KERNEL = attention_engine(

@@ -21,7 +21,7 @@ Engines, in the order in which they are tried:
     any of these, up to 16 queries of a sequence
       forward    attention_split, attention_triton
     any of these, a list for each query and fewer than 16 heads
-      forward    attention_gathered first
+      first      attention_gathered, attention_gathered_backward
     CPU          torch, with every element of the mask: a reference for small masks
 
 All of them give the same bits each time. Calls of one plan must run one after the other on the
@@ -66,6 +66,7 @@ from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
 from sparsebench.kernels.attention import (
     attention_gathered,
+    attention_gathered_backward,
     attention_split,
     attention_triton,
     attention_triton_backward,
@@ -89,12 +90,12 @@ from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 WHOLE_TILE = 16
 ENGINES = (
     *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
-    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL, attention_gathered.KERNEL),
+    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL),
+    *(attention_gathered.KERNEL, attention_gathered_backward.KERNEL),
 )
 
 
 def operator_of(mask: BlockMask) -> Operator:
-    """Return the plans of a mask."""
     return of_attention.operator_of(mask, ENGINES, partial(likeliest, mask))
 
 
@@ -104,7 +105,9 @@ def likeliest(mask: BlockMask, call: AttentionCall) -> Sequence[Engine]:
     if device.type == "cpu" and not knobs.runtime.interpret:
         return [IN_TORCH[call.op]]
     refuse(unsupported(call.problem, device))
+    of_queries = attention_gathered.KERNEL
     if call.op == "attention_backward":
+        of_queries = attention_gathered_backward.KERNEL
         engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
     elif call.shape.q_tokens <= attention_split.MOST_QUERIES:
         return [attention_split.KERNEL, attention_triton.KERNEL]
@@ -112,8 +115,7 @@ def likeliest(mask: BlockMask, call: AttentionCall) -> Sequence[Engine]:
         engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
     engines = engines[1:] if engines[0].unsupported(call.problem, device) else engines
     shared = shared_heads(mask, call.shape.heads, call.shape.kv_heads)
-    gathers = call.op == "attention" and call.shape.block[0] == 1 and shared < WHOLE_TILE
-    return [attention_gathered.KERNEL, *engines] if gathers else engines
+    return [of_queries, *engines] if call.shape.block[0] == 1 and shared < WHOLE_TILE else engines
 
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`

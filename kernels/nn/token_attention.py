@@ -7,6 +7,9 @@ Both are causal, and the last query is at the last key. A list is a row of a Blo
 of one query, so `attention` computes the branch of the selected blocks (attention_gathered.py). The
 scores are those of kernels/attention/_nsa.py and _moba.py. Nothing waits for the device but the
 plans of new sizes, so a captured graph selects other blocks in each replay.
+
+Gradients flow through attention, the means and the gates, but not through the selection. Where they
+are wanted, NSA's compressed branch is `attention` to the means, over a mask of complete blocks.
 """
 
 from functools import lru_cache
@@ -21,11 +24,13 @@ from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels.attention import _moba, _nsa
+from sparsebench.kernels.attention._gated_sum import gated_sum
+from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import require_operands
 from sparsebench.kernels.nn.attention import attention, cast, factor_of
 
-WINDOW_BLOCK = 64  # queries and keys of a block of the window's mask
-MOST_WINDOWS = 16  # masks of windows that are kept
+SIDE = 64  # queries and keys of a block of the masks that do not change
+MOST_MASKS = 16  # that are kept of each kind
 
 
 def nsa_attention(
@@ -50,31 +55,29 @@ def nsa_attention(
     g_swa           gate of attention to the last `window` keys; without it, no such branch
 
     Sources and what differs from the paper: kernels/attention/_nsa.py. A row keeps all blocks if
-    there are fewer than `keep`, which is 3 or more. It has no gradient yet. Raises Unsupported,
-    FormatError.
+    there are fewer than `keep`, which is 3 or more. The selection has no gradient. A compiled call
+    takes neither gradients of q, k and v nor a window. Raises Unsupported, FormatError.
     """
-    operands = q, k, v, g_cmp, g_slc, *(() if g_swa is None else (g_swa,))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-        raise Unsupported("nsa_attention: expected a call without gradients, found one with them")
     q, k, v = _operands("nsa_attention", q, k, v, keep, block)
-    for gate in operands[3:]:
+    gates = [g_cmp, g_slc, *(() if g_swa is None else (g_swa,))]
+    for gate in gates:
         fits = gate.shape == q.shape[:3] and gate.is_floating_point() and gate.device == q.device
         if not fits:
             expected = f"gates of floats {list(q.shape[:3])} on {q.device}"
             actual = f"{gate.dtype} {list(gate.shape)} on {gate.device}"
             raise Unsupported(f"nsa_attention: expected {expected}, found {actual}")
     factor = factor_of(q, scale)
-    compressed, scores = _nsa.compress(q, k, v, block, factor)
+    compressed, scores = _nsa.compress(q.detach(), k.detach(), v.detach(), block, factor)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        compressed = _compressed(q, k, v, block, factor)
     o = attention(q, k, v, _mask_of(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
-    o = torch.addcmul(o * g_slc[..., None], compressed, g_cmp[..., None])
     if g_swa is None:
-        return o.to(q.dtype)
+        return gated_sum([compressed, o], gates)
     require_whole("window", window)
-    if torch.compiler.is_compiling():
-        raise Unsupported("nsa_attention: expected no window in torch.compile, found g_swa")
+    _refuse_compiled("window", "g_swa")
     reach = min(window, k.shape[1])  # memory grows with it
     mask = _window((q.shape[1], k.shape[1]), q.shape[0], reach, q.device)
-    return torch.addcmul(o, attention(q, k, v, mask, scale=scale), g_swa[..., None]).to(q.dtype)
+    return gated_sum([compressed, o, attention(q, k, v, mask, scale=scale)], gates)
 
 
 def moba_attention(
@@ -120,7 +123,31 @@ def _mask_of(
     return BlockMask.from_scores(scores, most, **options)
 
 
-@lru_cache(MOST_WINDOWS)
+def _refuse_compiled(expected: str, found: str) -> None:
+    if torch.compiler.is_compiling():
+        expected = f"no {expected} in torch.compile"
+        raise Unsupported(f"nsa_attention: expected {expected}, found {found}")
+
+
+def _compressed(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> Tensor:
+    """Return O of the compressed branch, with gradients."""
+    _refuse_compiled("gradient", "operands that require one")
+    keys, values = (means(x, block, x.shape[2]).to(x.dtype).transpose(1, 2) for x in (k, v))
+    mask = _complete((q.shape[1], k.shape[1]), q.shape[0], block, q.device)
+    return attention(q, keys, values, mask, scale=scale)
+
+
+@lru_cache(MOST_MASKS)
+def _complete(tokens: tuple[int, int], batch: int, block: int, device: torch.device) -> BlockMask:
+    """Return the mask of the blocks that end at each query or before, for all heads."""
+    queries, keys = tokens
+    ends = torch.arange(1, -(-keys // block) + 1, device=device) * block
+    complete = ends <= torch.arange(1, queries + 1, device=device)[:, None] + keys - queries
+    allowed = complete.expand(batch, 1, -1, -1)
+    return make_lasting(lambda: BlockMask.from_elements(allowed, [SIDE, SIDE]), device)
+
+
+@lru_cache(MOST_MASKS)
 def _window(tokens: tuple[int, int], batch: int, window: int, device: torch.device) -> BlockMask:
     """Return the mask of the last `window` keys of each query, for all heads."""
     return make_lasting(lambda: _make_window(tokens, batch, window, device), device)
@@ -129,7 +156,7 @@ def _window(tokens: tuple[int, int], batch: int, window: int, device: torch.devi
 def _make_window(
     tokens: tuple[int, int], batch: int, window: int, device: torch.device
 ) -> BlockMask:
-    (queries, keys), side = tokens, WINDOW_BLOCK
+    (queries, keys), side = tokens, SIDE
     inside = torch.arange(side, device=device)
     row = torch.arange(-(-queries // side), device=device)
     last = (((row + 1) * side).clamp(max=queries) - 1 + keys - queries) // side

@@ -55,7 +55,7 @@ ENGINES: dict[str, Engine] = {
 }
 CUDA = [name for name in ENGINES if (KERNELS / "attention" / f"{name}.cu").exists()]
 TRITON = [name for name in ENGINES if name not in CUDA]
-OF_QUERIES = "attention_gathered"  # its lists belong to single queries
+OF_QUERIES = "attention_gathered", "attention_gathered_backward"  # lists of single queries
 ALLOWED = {"bf16": 6e-3, "fp16": 4e-3, "fp32": 1e-5}  # norm of the difference over the norm
 UNSEEN = 1  # block of keys that no query selects, with NaN
 
@@ -235,7 +235,7 @@ def test_results_are_right_in_the_interpreter(name, case, path, poisoned, monkey
 @pytest.mark.parametrize("name", TRITON)
 def test_scores_that_rise_along_a_list_are_right_in_the_interpreter(name, monkeypatch) -> None:
     take_path("tma", monkeypatch)
-    case = {"attention_split": SMALL[8], OF_QUERIES: SMALL[14]}.get(name, SMALL[0])
+    case = {"attention_split": SMALL[8], **dict.fromkeys(OF_QUERIES, SMALL[14])}.get(name, SMALL[0])
     assert run_engine(name, case, rises=True, every=3)
 
 
@@ -302,7 +302,7 @@ def test_the_default_fits_the_shared_memory(
     take_path("tma" if capability >= 90 else "pointers", monkeypatch)
     monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
     queries, sizes = 1 if name == "attention_split" else 256, (8, 4)
-    if name == OF_QUERIES:
+    if name in OF_QUERIES:
         block = 1, block if isinstance(block, int) else block[1]
     case = Case(
         *((queries, 256), block, sizes), lists=4, causal=True, head_dim=head_dim, dtype=dtype
@@ -324,7 +324,7 @@ def test_a_block_has_a_few_configurations_or_is_refused(name, block, dtype) -> N
         case = Case((512, 512), block, (8, 8), head_dim=head_dim, dtype=dtype)
         configs = choices(ENGINES[name], ListedMask(case.mask()), case.call(ENGINES[name].op))
         assert len(set(configs)) == len(configs) <= 6
-        assert configs or name in (*CUDA, OF_QUERIES)  # the others run any block
+        assert configs or name in (*CUDA, *OF_QUERIES)  # the others run any block
         assert configs or name in CUDA or block != (1, 64)
 
 

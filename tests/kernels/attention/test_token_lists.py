@@ -1,6 +1,7 @@
 """Lists of single queries: their gathering, what NSA and MoBA select, and attention in fp64."""
 
 import math
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,14 +15,17 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
+    _gated_sum,
     _moba,
     _nsa,
     attention_gathered,
+    attention_gathered_backward,
     attention_selected,
     attention_triton,
 )
 from sparsebench.kernels.attention._call import ListedMask
-from sparsebench.kernels.attention._gathering import Gathered, bound_gathering
+from sparsebench.kernels.attention._gated_sum import gated_sum
+from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
 from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
 from sparsebench.kernels.attention._moba import score_blocks
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
@@ -49,31 +53,43 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("options", MASKS, ids=str)
-def test_the_queries_of_a_block_are_gathered_as_in_torch(options: dict[str, Any]) -> None:
-    mask = random_mask(**options)
-    wide = with_more_behind(with_places(mask))
+@pytest.mark.parametrize(("options", "least"), [*zip(MASKS, (16, 20, 3, 33), strict=True)], ids=str)
+def test_the_queries_of_a_block_are_gathered_as_in_torch(
+    options: dict[str, Any], least: int
+) -> None:
+    right_mask = random_mask(**options)
+    wide = with_more_behind(with_places(right_mask))
     places = int(wide.counts.max())
-    right = Gathered.of(mask, places)
+    right = Gathered.of(right_mask, places, least)
     gathered = Gathered(*(torch.full_like(x, -7) for x in right))
     mask = moved(wide)
-    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered))):
+    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered)), least):
         program()
-    for name in ("starts", "bases", "counts"):
+    for name in ("starts", "bases", "counts", "words", "commons"):
         assert torch.equal(getattr(gathered, name), getattr(right, name)), name
-    lists = mask.batch * mask.lists
-    for first, end in zip(
-        right.starts[:, 0], right.starts[:, -1] + right.bases[:, -1, -1], strict=True
-    ):
-        assert torch.equal(gathered.entries[first:end], right.entries[first:end])
-    assert lists == len(right.starts)
-    row, place = right.entries // places, right.entries % places
-    listed = mask.offsets[row] + place
-    first = right.starts.flatten()
-    for cell, start in enumerate(first.tolist()):
-        stop = start + int(right.bases[:, -1].flatten()[cell])
-        assert (mask.indices[listed[start:stop]] == cell % mask.kv_blocks).all()
-        assert (row[start:stop].diff() > 0).all()
+    entries, starts, ends = gathered.entries, gathered.starts, gathered.bases[:, -1]
+    chunks, blocks = gathered.words.shape[1:]
+    tokens, offsets = mask.q_blocks, right_mask.offsets.tolist()
+    listed = [set(right_mask.indices[a:b].tolist()) for a, b in pairwise(offsets)]
+    for cell in product(range(len(starts)), range(chunks)):
+        first = cell[0] * tokens + cell[1] * CHUNK
+        rows = listed[first : min(first + CHUNK, (cell[0] + 1) * tokens)]
+        bits = [sum((block in row) << i for i, row in enumerate(rows)) for block in range(blocks)]
+        assert [bit % (1 << CHUNK) for bit in gathered.words[cell].tolist()] == bits
+        common = [block for block in range(blocks) if bits[block].bit_count() >= least]
+        at = cell[0] * chunks + cell[1]
+        assert gathered.common[at, : gathered.commons[at]].tolist() == common
+        for row in rows:
+            row -= {*common}
+    assert gathered.counts.tolist() == [len(row) for row in listed]
+    of_rows = [[] for _ in listed]
+    for list_, block in product(range(len(starts)), range(blocks)):
+        first = int(starts[list_, block])
+        of_block = entries[first : first + int(ends[list_, block])]
+        assert (of_block.diff() > 0).all()
+        for entry in of_block.tolist():
+            of_rows[entry // places].append((entry % places, block))
+    assert of_rows == [[*enumerate(sorted(row))] for row in listed]
 
 
 class TokenCase(NamedTuple):
@@ -215,6 +231,7 @@ USED = [
     TokenCase(90, 90, (4, 1), 8, 5, batch=2),
     TokenCase(40, 130, (2, 2), 16, 20),
 ]
+HALF = TokenCase(70, 70, (4, 2), 16, 4, dtype=torch.float16)
 
 
 @pytest.mark.interpreted
@@ -240,11 +257,66 @@ def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("case", [*USED, HALF], ids=str)
+def test_nsa_has_gradients_of_all_but_its_selection(case: TokenCase, window: int) -> None:
+    operands = [*case.operands(), *gates(case)][: 6 if window else 5]
+    exact = [x.double().requires_grad_() for x in operands]
+    q, k, v, *of_gates = exact
+    scale, group = case.head_dim**-0.5, q.shape[2] // k.shape[2]
+    compressed, _ = nsa_of(q, k, v, case.block, scale)
+    _, scores = nsa_of(*operands[:3], case.block, scale)  # of means in the dtype of q
+    allowed = best(scores, case, 1, 2).repeat_interleave(group, 1)
+    behind = torch.arange(case.queries)[:, None] + case.keys - case.queries
+    behind = behind - torch.arange(case.keys)
+    inside = ((behind >= 0) & (behind < window)).expand(case.batch, q.shape[2], -1, -1)
+    branches = compressed, *(softmax_over(q, k, v, x, scale) for x in (allowed, inside))
+    right = sum(g[..., None] * o for g, o in zip(of_gates, branches, strict=False))
+    inputs = [moved(x).requires_grad_() for x in operands]
+    options: dict[str, Any] = {"keep": case.keep, "block": case.block, "window": window or 1}
+    o = nsa_attention(*inputs, **options)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2))
+    do = do.to(o.dtype)
+    actual = torch.autograd.grad(o, inputs, moved(do))
+    wanted = torch.autograd.grad(right, exact, do.double())
+    for one, other in zip((o, *actual), (right, *wanted), strict=True):
+        bound = 1e-5 if case.dtype == torch.float32 else 4e-3
+        assert (one.detach().cpu().double() - other).norm() < bound * other.norm()
+
+
 def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
     q, k, v = USED[0].operands()
     operands, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
     whole = nsa_attention(*operands, window=70, **options)
     assert torch.equal(nsa_attention(*operands, window=10**9, **options), whole)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 13, 3, 24), (1, 32, 2, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_branches_are_added_up_with_their_gates(count: int, shape: Any, dtype: Any) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [shape] * count + [shape[:3]] * count
+    operands = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    operands[-1] = operands[-1].float().mT.contiguous().mT  # of another dtype and layout
+    pairs = [
+        (o.double(), g.double()[..., None])
+        for o, g in zip(operands[:count], operands[count:], strict=True)
+    ]
+    right, do = sum(o * g for o, g in pairs), torch.randn(shape, generator=draw).to(dtype)
+    inputs = [moved(x).requires_grad_() for x in operands]
+    o = gated_sum(inputs[:count], inputs[count:])
+    actual = torch.autograd.grad(o, inputs, moved(do))
+    of_branches = [do.double() * g for _, g in pairs]
+    wanted = right, *of_branches, *((do.double() * o).sum(-1) for o, _ in pairs)
+    bound = 1e-6 if dtype == torch.float32 else 2e-3
+    for one, other, like in zip((o, *actual), wanted, (operands[0], *operands), strict=True):
+        assert one.dtype == like.dtype
+        assert (one.detach().cpu().double() - other).norm() <= bound * other.norm()
+    with torch.no_grad():
+        assert torch.equal(gated_sum(inputs[:count], inputs[count:]), o)
 
 
 @pytest.mark.interpreted
@@ -337,14 +409,20 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
     monkeypatch.setattr(attention_triton, "choose_path", lambda reason, device: path)
     for block, lists in (((1, 64), 8), ((1, 512), 32)):
         case = Case((512, 512), block, (32, 8), lists=lists, causal=True, dtype="bf16", places=True)
-        w, call = ListedMask(case.mask()), case.call()
-        for config in attention_gathered.choices(w, call):
-            attention_gathered.plan(w, call, config)
+        w = ListedMask(case.mask())
+        for engine in (attention_gathered, attention_gathered_backward):
+            call = case.call(engine.KERNEL.op)
+            for config in engine.choices(w, call):
+                engine.plan(w, call, config)
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     for heads, groups, d in ((64, 4, 128), (32, 8, 128), (12, 4, 96)):
         sizes = (1, 512, heads, d), (1, groups, 8, d), bf16, cpu, 64, 512
         _nsa._launch.__wrapped__(*sizes, 0.1, False)
         _moba._launch.__wrapped__(*sizes, True)
+    for gate, branches in ((bf16, 2), (torch.float32, 3)):
+        _gated_sum._launch.__wrapped__(
+            (1, 512, 32, 96), (bf16,) * branches + (gate,) * branches, cpu
+        )
     for side in (16, 512):  # several rows for each program, and one
         selection = Selection(1 << 16, (16384, 16384), (1, side), True, 12, 1, 2)
         kind = selection.grid[1], torch.float32, cpu
@@ -360,6 +438,11 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         "_walk",
         "_select_rows",
         "_score",
+        "_add",
+        "_deltas",
+        "_differentiate",
+        "_merge_gradients",
+        "_dkv",
     }
     for program in programs:
         complaint = complaint_about_launch(program, capability)
@@ -374,11 +457,10 @@ def test_bad_calls_are_refused_in_one_line() -> None:
         lambda: moba_attention(q, k, k, block=0),
         lambda: moba_attention(q[0], k[0], k[0]),
         lambda: nsa_attention(q, k, k, gate_of, gate_of[..., :2]),
-        lambda: nsa_attention(q.requires_grad_(), k, k, gate_of, gate_of),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, gate_of, window=0),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, keep=2),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.cfloat()),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.to("meta")),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of, gate_of, window=0),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of, keep=2),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of.cfloat()),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of.to("meta")),
         lambda: moba_attention(q.to("meta"), k, k),
         lambda: moba_attention(q, k, k, scale=torch.inf),
     ):
@@ -434,6 +516,35 @@ def test_nsa_and_moba_are_right_on_a_gpu(sizes) -> None:
         (o, *torch.autograd.grad(o, inputs, do)), (right, *expected), strict=True
     ):
         assert (actual.detach().cpu().double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+@hopper
+@pytest.mark.parametrize("sizes", [(1100, 32, 8, 64, 8), (700, 32, 2, 32, 5)])
+def test_gradients_of_nsa_are_right_on_a_gpu(sizes) -> None:
+    s, heads, kv_heads, block, keep = sizes
+    torch.manual_seed(0)
+    q, do = (torch.randn(1, s, heads, 128, **BF16) for _ in range(2))
+    k, v = (torch.randn(1, s, kv_heads, 128, **BF16) for _ in range(2))
+    inputs = [q, k, v, *(torch.rand(1, s, heads, **BF16) for _ in range(3))]
+    exact = [x.double().requires_grad_() for x in inputs]
+    scores = compress(q, k, v, block, 128**-0.5)[1].cpu()
+    options: dict[str, Any] = {"block": [1, block], "tokens": [s, s], "causal": True}
+    mask = BlockMask.from_scores(scores, keep, **OF_NSA, **options)
+    query = torch.arange(s)[:, None]
+    complete = (torch.arange(scores.shape[3]) + 1) * block <= query + 1
+    window = torch.ones(s, s, dtype=torch.bool).tril().triu(-99)
+    allowed = [x.expand(1, heads, -1, -1).cuda() for x in (complete, mask.expand(heads), window)]
+    means = [exact[0], *(pooled(x, block) for x in exact[1:3])]
+    operands = means, exact[:3], exact[:3]
+    branches = [softmax_over(*x, at, 128**-0.5) for x, at in zip(operands, allowed, strict=True)]
+    right = sum(g[..., None] * o for g, o in zip(exact[3:], branches, strict=True))
+    for x in inputs:
+        x.requires_grad_()
+    o = nsa_attention(*inputs, keep=keep, block=block, window=100)
+    actual = torch.autograd.grad(o, inputs, do)
+    wanted = torch.autograd.grad(right, exact, do.double())
+    for one, other in zip((o, *actual), (right, *wanted), strict=True):
+        assert (one.double() - other).norm() < 1e-2 * other.norm()
 
 
 @hopper

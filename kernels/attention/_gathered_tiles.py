@@ -1,0 +1,195 @@
+"""What the kernels of lists of single queries share: their tiles, sections and common blocks.
+
+    attention_gathered.py            O, the LSE
+    attention_gathered_backward.py   dQ
+
+Both run two kernels for each section of parts: one of tiles of queries that selected the same
+block, and one of 32 neighbours, which adds their parts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sparsebench.formats._format import sides_of
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.triton import SM_BYTES, BoundKernel, Path
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.attention import _shapes
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask
+from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
+from sparsebench.kernels.attention._shapes import Config
+from sparsebench.kernels.attention.attention_triton import path_of
+from sparsebench.results.record import Problem
+
+SECTION_BYTES = 1 << 30  # of parts at a time
+MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
+WAVES = 6  # programs for each SM of a section, of which two or three run at once
+MERGED = 1 << 15  # bytes of Q of a program of `merge`
+COMMON = 16  # of 32 queries: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
+LARGE = 128  # keys of a block, from above which on only a block of all 32 saves time
+
+FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]
+SMALLEST = 16
+SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span", "workers"  # one code
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run the problem here, or None."""
+    return _shapes.unsupported(problem, device) or _unsupported_queries(problem["block"])
+
+
+def _unsupported_queries(block: object) -> str | None:
+    queries = sides_of(block)[0]
+    expected = "expected a list for each query"
+    return f"block: {expected}, found one for {queries} queries" if queries > 1 else None
+
+
+def unsupported_mask(mask: BlockMask) -> str | None:
+    """Return why the kernel cannot read a mask, or None."""
+    if mask.bits is not None:
+        return "expected a mask without bits, found bits"
+    if mask.kv_blocks > MOST_BLOCKS:
+        return f"expected at most {MOST_BLOCKS} blocks of keys, found {mask.kv_blocks}"
+    return _unsupported_queries(mask.block)
+
+
+def fitting(
+    w: ListedMask, call: AttentionCall, tiles: list[_shapes.Tile], matrices: int
+) -> list[Config]:
+    """Return the tiles whose operands fit one SM, one at least. Raises Unsupported.
+
+    tiles     of 16 bits; those of FP32 take their place
+    matrices  that a tile gathers
+    """
+    refuse(unsupported_mask(w.mask))
+    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
+    side = max(SMALLEST, triton.next_power_of_2(shape.block[1]))
+    sizes = FP32 if shape.itemsize == 4 else tiles
+    near = [(rows, min(keys, side), *rest) for rows, keys, *rest in sizes]
+    fit = [
+        t
+        for t in near
+        if (matrices * t[0] * t[3] + 2 * t[1] * _buffers(t, side)) * shape.depth * shape.itemsize
+        <= SM_BYTES
+    ]
+    return [_config(shape, shared, tile, path) for tile in dict.fromkeys(fit or near[-1:])]
+
+
+def _buffers(tile: tuple[int, ...], side: int) -> int:
+    """Return how many steps of K and V a program holds: one, if it is a whole block."""
+    return 1 if tile[1] == side else tile[3]
+
+
+def _config(
+    shape: _shapes.AttentionShape, shared: int, tile: tuple[int, int, int, int], path: Path
+) -> Config:
+    rows, keys, warps, stages = tile
+    pack = min(shared, rows)
+    way = path if shape.block[1] % keys == 0 else "pointers"
+    return Config(rows // pack, pack, keys, stages, warps, way)
+
+
+def least_common(heads: int, side: int) -> int:
+    """Return how many of 32 queries of some heads must have selected a block to share its loads.
+
+    A single head would load 64 keys for 32 rows, where a gathered tile loads them for 64.
+    """
+    if heads == 1:
+        return CHUNK + 1
+    return COMMON if side <= LARGE else CHUNK
+
+
+def sections_of(
+    shape: _shapes.AttentionShape, pack: int, places: int
+) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Return the parts of a section, and of each: its first unit, units, first token and tokens."""
+    of_row, units = places * pack, shape.batch * shape.heads // pack
+    fitting = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)  # queries
+    span = min(shape.q_tokens, max(CHUNK, fitting // CHUNK * CHUNK))
+    height = min(units, max(1, fitting // shape.q_tokens))
+    sections = [
+        (unit, min(height, units - unit), token, min(span, shape.q_tokens - token))
+        for unit in range(0, units, height)
+        for token in range(0, shape.q_tokens, span)
+    ]
+    return height * span * of_row, sections
+
+
+def constants_of(
+    shape: _shapes.AttentionShape, mask: BlockMask, config: Config, places: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the constants of the kernel of gathered tiles, and of the one of 32 queries."""
+    both = {"SIDE": shape.block[1], "KEYS": config.keys, "TMA": config.path == "tma"}
+    both |= {"D": shape.head_dim, "DEPTH": shape.depth, "CAUSAL": mask.causal}
+    both |= {"CHUNK": CHUNK, "PLACES": places}
+    tile = {"TOKENS": config.tokens, "PACK": config.pack, "STAGES": config.stages}
+    tile |= {"BLOCKS": triton.next_power_of_2(mask.kv_blocks), "num_warps": config.warps}
+    heads = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
+    merged = {"PACK": heads, "UNIT": config.pack, "STAGES": 2}
+    return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
+
+
+def gathered_of(
+    mask: BlockMask, places: int, merged: Mapping[str, Any]
+) -> tuple[Gathered, list[BoundKernel]]:
+    """Return the gathered queries, and what writes them in each call."""
+    least = least_common(merged["PACK"], mask.block[1])
+    if not mask.keep:
+        return Gathered.of(mask, places, least), []
+    gathered = Gathered.without_data(mask, places, least)
+    return gathered, bound_gathering(mask, places, gathered, least)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_keys(  # type: ignore[no-untyped-def]
+    k, v, sequence, tokens, head, heads, key, last,
+    D: tl.constexpr, DEPTH: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return the tiles [KEYS, DEPTH] of K and V from a key on; zeros from key `last` on."""
+    if TMA:
+        k_tile = k.load([sequence, key, head, 0]).reshape(KEYS, DEPTH)
+        v_tile = v.load([sequence, key, head, 0]).reshape(KEYS, DEPTH)
+    else:
+        at, depth = key + tl.arange(0, KEYS)[:, None], tl.arange(0, DEPTH)[None, :]
+        line = ((sequence * tokens + at).to(tl.int64) * heads + head) * D
+        inside = (at < last) & (depth < D)
+        k_tile = tl.load(k + line + depth, inside, 0.0)
+        v_tile = tl.load(v + line + depth, inside, 0.0)
+    return k_tile, v_tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def run_of(  # type: ignore[no-untyped-def]
+    bases, first_chunk, end_chunk, blocks, worker, workers,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return a worker's first and last tile, their blocks, and the tiles before the first block."""
+    block = tl.arange(0, BLOCKS)
+    begin = tl.load(bases + first_chunk * blocks + block, block < blocks, 0)
+    end = tl.load(bases + end_chunk * blocks + block, block < blocks, 0)
+    tiles = tl.cdiv(end - begin, TOKENS)
+    until = tl.cumsum(tiles, 0)
+    every = tl.sum(tiles, 0).to(tl.int64)
+    run = (worker * every // workers).to(tl.int32)
+    stop = ((worker + 1) * every // workers).to(tl.int32)
+    first_block = tl.sum((until <= run).to(tl.int32), 0)
+    end_block = tl.where(run < stop, tl.sum((until < stop).to(tl.int32), 0) + 1, first_block)
+    before = tl.sum(tl.where(block < first_block, tiles, 0), 0)
+    return run, stop, first_block, end_block, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entries_of(  # type: ignore[no-untyped-def]
+    starts, bases, number, first_chunk, end_chunk, blocks, run, stop, before, TOKENS: tl.constexpr
+):
+    """Return the entries of a block in a worker's run, and the tiles before the next block."""
+    start = tl.load(starts + number)
+    low = start + tl.load(bases + first_chunk * blocks + number)
+    high = start + tl.load(bases + end_chunk * blocks + number)
+    at = low + (tl.maximum(run, before) - before) * TOKENS
+    last = tl.minimum(high, low + (stop - before) * TOKENS)
+    return at, last, before + tl.cdiv(high - low, TOKENS)
