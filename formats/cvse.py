@@ -14,7 +14,7 @@ columns  int32 [vectors]               unit of each vector, ascending within a g
 values   dtype [vectors, height]       zeros for tokens beyond the last
 
 Multiplied by kernels/twell, which builds the encoding at every call: ffn_sparse.cu with a height of
-8, one tensor core operand, and ffn_few.cu with all tokens of a call, 8 to 64, in one vector.
+up to 8, one tensor core operand, and ffn_few.cu with all tokens of a call, 8 to 64, in one vector.
 Source: Chen et al., "Efficient Tensor Core-Based GPU Kernels for Structured Sparsity under Reduced
 Precision", SC '21.
 """

@@ -4,11 +4,13 @@ A graph holds addresses only. If a launch is deleted, its packed weights, work l
 freed, but the graph still reads them. So code that enqueues such work names the memory's owner:
 
     capture ── keep(owner) ── the graph retains a user object ── graph destroyed ── sem_post
-                   └─> KEPT: owner, semaphore                   the next sweep frees the owner
+                   └─> KEPT: owners, semaphore                  the next sweep frees the owners
 
 The driver calls the destructor of a user object on a thread that may call neither CUDA nor Python,
-so the destructor is sem_post of the C library. Instances and clones of a graph retain the object,
-too, as does a graph that still runs. Needs a driver of CUDA 12.3 or newer.
+so the destructor is sem_post of the C library. It may do so at the end of the process, when Python
+has freed its objects, so the semaphore is memory of the C library. Instances and clones of a graph
+retain the object, too, as does a graph that still runs. A graph has one such object for all owners,
+because each makes a replay longer (NOTES.md). Needs a driver of CUDA 12.3 or newer.
 
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
@@ -41,7 +43,7 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 T = TypeVar("T")
-KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
+KEPT: dict[int, tuple[dict[int, Any], Any]] = {}  # by capture: its owners by id, and a semaphore
 
 
 class _CaptureDepth(local):
@@ -110,26 +112,30 @@ def keep(owner: object) -> None:
     Does nothing outside of a capture and inside of `capturing`. Raises RuntimeError.
     """
     target = captured_into()
-    if target is None or _thread.depth or (target[0], id(owner)) in KEPT:
+    if target is None or _thread.depth:
+        return
+    number, graph = target
+    if number in KEPT:
+        KEPT[number][0][id(owner)] = owner
         return
     sweep()
-    number, graph = target
-    semaphore = ctypes.create_string_buffer(SEMAPHORE_BYTES)
+    semaphore = ctypes.c_void_p(_c().calloc(1, SEMAPHORE_BYTES))
     _c().sem_init(semaphore, 0, 0)
     destructor, handle = ctypes.cast(_c().sem_post, ctypes.c_void_p), ctypes.c_void_p()
     made = driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS)
     require_success(made, "cuUserObjectCreate")
-    KEPT[number, id(owner)] = owner, semaphore  # before the graph may be destroyed
+    KEPT[number] = {id(owner): owner}, semaphore  # before the graph may be destroyed
     retained = driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), handle, 1, MOVED)
     require_success(retained, "cuGraphRetainUserObject")
 
 
 def sweep() -> int:
-    """Release the objects of destroyed graphs; return how many objects are still kept."""
+    """Release the owners of destroyed graphs; return how many owners are still kept."""
     for key, (_, semaphore) in [*KEPT.items()]:
         if _c().sem_trywait(semaphore) == 0:
             KEPT.pop(key, None)
-    return len(KEPT)
+            _c().free(semaphore)
+    return sum(len(owners) for owners, _ in KEPT.values())
 
 
 def captured_into() -> tuple[int, int] | None:
@@ -150,4 +156,6 @@ def captured_into() -> tuple[int, int] | None:
 
 @cache
 def _c() -> Any:
-    return ctypes.CDLL(None)  # the C library of this process
+    library = ctypes.CDLL(None)  # the C library of this process
+    library.calloc.restype = ctypes.c_void_p
+    return library

@@ -159,11 +159,16 @@ def _right(
     if not right.isfinite().all():  # the operands overflow in every call
         return [*indices]
 
-    def differs(call: Callable[[], Tensor]) -> bool:
+    def is_right(call: Callable[[], Tensor]) -> bool:
         poison(call())
-        return not (call().float() - right.float()).norm() <= WRONG * right.float().norm()
+        return agrees(call(), right)
 
-    return [i for i in indices if i not in unproposed or not differs(calls[i])]
+    return [i for i in indices if i not in unproposed or is_right(calls[i])]
+
+
+def agrees(out: Tensor, right: Tensor) -> bool:
+    """Return whether a product is another's up to rounding. Waits for the device."""
+    return bool((out.float() - right.float()).norm() <= WRONG * right.float().norm())
 
 
 def screened(
@@ -177,7 +182,7 @@ def screened(
     """
     if device.type != "cuda":
         return [*range(len(calls))]
-    rest = [i for i in range(always, len(calls)) if _runs(calls[i])]
+    rest = [i for i in range(always, len(calls)) if runs(calls[i])]
     torch.cuda.synchronize(device)  # an illegal access raises here
     if always + len(rest) <= limit:
         return [*range(always), *rest]
@@ -192,7 +197,8 @@ def screened(
     return [*range(always), *sorted(best)]
 
 
-def _runs(call: Callable[[], object]) -> bool:
+def runs(call: Callable[[], object]) -> bool:
+    """Return whether a call raises nothing but a lack of memory."""
     try:
         call()
     except torch.OutOfMemoryError:

@@ -35,12 +35,12 @@ from sparsebench.kernels._common.transforms import (
     unflatten,
 )
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, operator_of
-from sparsebench.kernels._kernel import DTYPES, NAMES, refuse
+from sparsebench.kernels._kernel import DTYPES, NAMES, poison, refuse
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm
-from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
+from sparsebench.kernels.dense._gemm import DenseProduct, agrees, fastest_way, runs
 from sparsebench.kernels.nn._stamp import by_stamp
 from sparsebench.results.record import Problem
 
@@ -181,17 +181,23 @@ def torch_choices(w: Bitmap, call: UnstructuredCall) -> list[DenseConfig]:
 def dense_choices(w: Bitmap, call: UnstructuredCall) -> Iterator[DenseConfig]:
     """Yield torch's products, and then the fastest direct calls, which the baseline's search times.
 
-    X begins 16 bytes after a multiple of 256, so that the calls suit every X that kernels read.
+    They are timed on an X as torch allocates it. A call is left out if it is wrong for an X that
+    begins 16 bytes after a multiple of 256, which kernels read, too.
     """
     yield from torch_choices(w, call)
     if not w.offsets.is_cuda or w.dtype == DTYPES["fp8"] or _cublaslt.unavailable():
         return
     dense, (n, k), shift = dense_copy(w), w.shape, ALIGNMENT // w.dtype.itemsize
-    x = torch.randn(call.m * k + shift, device=dense.device).to(w.dtype)[shift:].view(call.m, k)
-    product = DenseProduct(x, dense.T, x.new_empty(call.m, n), weight=False)
-    for choice in finalists(fastest_way(product).candidates):
+    memory = torch.randn(call.m * k + shift, device=dense.device).to(w.dtype)
+    x, shifted = (memory[start : start + call.m * k].view(call.m, k) for start in (0, shift))
+    right, out = torch.mm(shifted, dense.T), x.new_empty(call.m, n)
+    for choice in finalists(fastest_way(DenseProduct(x, dense.T, out, weight=False)).candidates):
         if "algorithm" in choice:
-            yield DenseConfig(algorithm=choice["algorithm"])
+            config = DenseConfig(algorithm=choice["algorithm"])
+            run = partial(plan_dense(w, call, config).run, shifted, out=out)
+            poison(out)
+            if runs(run) and agrees(out, right):
+                yield config
 
 
 def plan_dense(w: Bitmap, call: UnstructuredCall, config: DenseConfig) -> Product:

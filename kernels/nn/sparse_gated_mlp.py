@@ -96,7 +96,7 @@ def operator_for(wg: Tensor, call: TwellCall) -> Operator:
 @lru_cache(256)
 def _operator(sizes: TwellCall, active: int, device: torch.device) -> Operator:
     """Return the plans of all layers of these sizes."""
-    return operator_of(ENGINES, active, device, likeliest)
+    return operator_of(ENGINES, active, device, partial(likeliest, active))
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:

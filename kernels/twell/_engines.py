@@ -4,7 +4,8 @@ ffn_few          one launch, up to 64 tokens
 ffn_sparse       groups of eight tokens, after a gate by torch
 ffn_twell        the same, after a gate as TwELL words
 ffn_step_sparse  the forward pass of training, in Triton; also for GPUs before Hopper
-dense            three products in torch, gate and up side by side, and a kernel for act(G) * U
+dense            three products in torch, gate and up side by side, and a kernel for act(G) * U;
+                 before the others, except ffn_few, if many units are active
 """
 
 from collections.abc import Sequence
@@ -39,10 +40,12 @@ def _in_torch(device: torch.device, call: TwellCall, config: NoConfig) -> Produc
 
 DENSE = twell_engine("dense", lambda call: [NoConfig()], _in_torch, unsupported)
 ENGINES = FEW, WHOLE, WORDS, FORWARD, DENSE
+SPARSE_UP_TO = 0.02  # of the units active: 256 tokens then take as long as dense ones (NOTES.md)
 
 
-def likeliest(call: TwellCall) -> Sequence[Engine]:
-    """Return all engines. Raises Unsupported."""
+def likeliest(active: int, call: TwellCall) -> Sequence[Engine]:
+    """Return all engines for a layer with so many active units per token. Raises Unsupported."""
     if call.dtype not in NAMES:
         raise Unsupported(f"expected {', '.join(NAMES.values())} on a GPU, found {call.dtype}")
-    return ENGINES
+    many = active > SPARSE_UP_TO * call.n
+    return (FEW, DENSE, WHOLE, WORDS, FORWARD) if many else ENGINES

@@ -1,4 +1,4 @@
-"""Feed-forward layer in groups of eight tokens: each computes the units active for any of them.
+"""Feed-forward layer in groups of tokens: each computes the units active for any of them.
 
     G = X @ Wg.T                         torch, or words by _twell_gate.py
     Y = (act(G) * (X @ Wu.T)) @ Wd.T     ffn_sparse.cu: only the active units
@@ -10,14 +10,15 @@ tokens) than `limit`, ffn_sparse.cu leaves the group to the dense products. The 
 a CUDA graph can hold the whole layer. The limit is the higher of two estimates of how many rows
 take as long as dense products:
 
-    many tokens   rows x 4 k bytes at L2_RATE  =  8 tokens x 4 n k FLOPs at DENSE_RATE
+    many tokens   rows x 4 k bytes at L2_RATE  =  its tokens x 4 n k FLOPs at DENSE_RATE
     few tokens    rows x groups                =  DENSE_READS n: two reads of the weights, launches
 
-If there are too few groups for all SMs, a cluster of up to 8 CTAs shares the units of a group.
+A group has up to 8 tokens, and fewer if SMs would be idle; then a unit that tokens share is read
+more often. A cluster of two CTAs may share the units of a group (`shape_of`).
 
 With `alone` there is no dense fallback, which saves its two launches: no group is left. Each CTA of
 a cluster lists and takes a share of the units, and every group reads its rows, however many. If all
-units are active, the layer takes some 6 times as long as a dense one at MOST_ALONE tokens.
+units are active, the layer takes 12 to 20 times as long as a dense one.
 
 An inactive unit counts as zero even if X is not finite; dense products make it NaN.
 """
@@ -25,13 +26,13 @@ An inactive unit counts as zero even if X is not finite; dense products make it 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
@@ -40,9 +41,10 @@ from sparsebench.kernels.twell._call import TwellCall, twell_engine, unsupported
 from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE, writer
 
-MOST_SPLIT = 8
+MOST_SPLIT = 2  # more CTAs do not always run at once, because a cluster lies in one GPC (NOTES.md)
 MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
-MOST_ALONE = 512  # tokens; with two CTAs per group, an H200 runs 66 groups at the same time
+MOST_ALONE = 512  # tokens; with more, a fallback takes 2 % longer at most
+START, SUMS = 1.0, 0.25  # a group's start, and sums of a cluster, in rows of a token (NOTES.md)
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 LISTS = 3  # per CTA, as in ffn_sparse.cu
@@ -60,22 +62,26 @@ class Config:
     cluster: int = 0
 
 
-def split_of(m: int, at_once: Callable[[int], int]) -> int:
-    """Return how many CTAs share a group; `at_once` maps this to the clusters that run at once."""
-    groups = -(-m // GROUP)
-    return next((s for s in range(MOST_SPLIT, 1, -1) if groups <= at_once(s)), 1)
+def shape_of(m: int, at_once: Callable[[int], int]) -> tuple[int, int]:
+    """Return the tokens of a group and the CTAs that share it, for the shortest time.
+
+    `at_once` maps the CTAs of a group to the groups that run at the same time.
+    """
+
+    def time(shape: tuple[int, int]) -> float:  # in rows of a token
+        split, height = shape
+        rounds = -(-m // (height * at_once(split)))
+        return rounds * (height / split + START) + (SUMS if split > 1 else 0)
+
+    shapes = product(range(1, MOST_SPLIT + 1), range(GROUP, 0, -1))
+    split, height = min((s for s in shapes if s[0] == 1 or m <= s[1] * at_once(s[0])), key=time)
+    return height, split
 
 
-def _split(m: int, k: int, device: torch.device, alone: bool) -> int:
-    """Return how many CTAs share a group on a device; without a fallback, at least two."""
-    split = split_of(m, partial(clusters, k=k, device=device, alone=alone))
-    return max(split, 2) if alone else split
-
-
-def limit_of(m: int, n: int) -> int:
+def limit_of(m: int, n: int, height: int) -> int:
     """Return the highest number of rows of a group."""
-    by_arithmetic = GROUP * n * L2_RATE / DENSE_RATE
-    by_bytes = DENSE_READS * n / -(-m // GROUP)
+    by_arithmetic = height * n * L2_RATE / DENSE_RATE
+    by_bytes = DENSE_READS * n / -(-m // height)
     return min(n, MOST_ROWS, int(max(by_arithmetic, by_bytes)))
 
 
@@ -89,20 +95,25 @@ def shared_bytes(k: int, alone: bool = False) -> int:
     """Return the dynamic shared memory of a CTA in bytes: X and the stages, eight rows each."""
     products, threads = threads_of(k, alone)
     halves = 1 if threads > products + 128 else 2
-    if not alone:
-        return 6 * GROUP * 16 * products
     columns = 64 * max(2, -(-k // (2 * products * halves)))  # of a warp
-    stages = 5 if halves == 1 and columns <= 256 else 4
-    return (halves + stages) * GROUP * columns * products // 16
+    stage = GROUP * columns * products // 16  # bytes
+    stages = min(ALONE_BYTES // stage - halves, 6) if alone else 6 - halves
+    return stage * (halves + stages)
 
 
-def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> int:
-    """Return how many clusters of `split` CTAs run at the same time."""
-    shared = ALONE_BYTES if alone else SHARED_BYTES
-    return cuda.clusters_at_once(split, threads_of(k, alone)[1], shared, device)
+def room_of(alone: bool) -> int:
+    """Return the shared memory that X and the stages may take, in bytes."""
+    return ALONE_BYTES if alone else SHARED_BYTES
 
 
-def constants_of(call: TwellCall, split: int, config: Config) -> cuda.Constants:
+def groups_at_once(split: int, k: int, device: torch.device, alone: bool = False) -> int:
+    """Return how many groups of `split` CTAs run at the same time."""
+    if split == 1:
+        return multiprocessors(device)
+    return cuda.clusters_at_once(split, threads_of(k, alone)[1], room_of(alone), device)
+
+
+def constants_of(call: TwellCall, height: int, split: int, config: Config) -> cuda.Constants:
     """Return the macros of ffn_sparse.cu."""
     flags = {
         "SQUARED": call.squared,
@@ -112,26 +123,26 @@ def constants_of(call: TwellCall, split: int, config: Config) -> cuda.Constants:
         "ALONE": config.alone,
     }
     sizes = {"TILE": TILE, "CAPACITY": CAPACITY} if config.cluster else {}
-    named = {"K": call.k, "SPLIT": split} | flags | sizes
+    named = {"K": call.k, "HEIGHT": height, "SPLIT": split} | flags | sizes
     return tuple((name, int(value)) for name, value in named.items())
 
 
 def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
-    """Compile for this number of tokens; fewer may need another kernel of ffn_sparse.cu."""
+    """Compile for up to call.m tokens."""
     alone, (most, n, k) = config.alone, call[:3]
     if alone and most > MOST_ALONE:
         raise Unsupported(f"without a fallback: expected at most {MOST_ALONE} tokens, found {most}")
-    layout = arguments_of("ffn_sparse", "up_and_down", constants_of(call, 1, config))
+    height, split = shape_of(most, partial(groups_at_once, k=k, device=device, alone=alone))
+    constants, room = constants_of(call, height, split, config), room_of(alone)
+    kernel = cuda.load("ffn_sparse", "up_and_down", constants, room, device)
+    kernel = kernel._replace(shared_bytes=shared_bytes(k, alone))
     gates = writer(device, call, config.cluster) if config.cluster else _by_torch
 
     @lru_cache(PLANS)
     def walk(m: int) -> cuda.Loaded:
-        groups, split = -(-m // GROUP), _split(m, k, device, alone)
-        room = ALONE_BYTES if alone else SHARED_BYTES
-        constants = constants_of(call, split, config)
-        kernel = cuda.load("ffn_sparse", "up_and_down", constants, room, device)
-        grid = groups * split if split > 1 else min(groups, multiprocessors(device))
-        kernel = kernel._replace(shared_bytes=shared_bytes(k, alone))
+        ctas = -(-m // height) * split
+        persistent = split == 1 and not alone
+        grid = min(ctas, multiprocessors(device)) if persistent else ctas
         return kernel.on(grid, threads_of(k, alone)[1], early=True)
 
     def run(
@@ -140,7 +151,7 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
         m, loaded = len(x), walk(len(x))
         words, g = gates(x, gate)
         y = x.new_empty(x.shape) if out is None else out
-        left, heavy = counters(x, 3), x.new_empty(-(-m // GROUP), dtype=torch.int32)
+        left, heavy = counters(x, 3), x.new_empty(-(-m // height), dtype=torch.int32)
         assert left is not None
         cuda.on_tape(heavy)
         places = 0, 0
@@ -150,15 +161,16 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
             places = words.data_ptr(), lists.data_ptr()
         ups = () if up is None else (up,)
         tensors = x, g, *(ups or (wd_t,)), wd_t, y, left, heavy
-        args = layout(*(t.data_ptr() for t in tensors), m, n, limit_of(m, n), *places)
+        sizes = m, n, limit_of(m, n, height)
+        args = kernel.arguments(*(t.data_ptr() for t in tensors), *sizes, *places)
         loaded.enqueue(args)
         if not alone:  # if G is in words, the kernel writes it as a matrix for these groups
-            rest = _remainder.template_of(call._replace(m=m), device)
+            rest = _remainder.template_of(call._replace(m=m), device, height)
             rest(x, g, *ups, wd_t, y, left, heavy)
         cuda.on_tape(y, owners=(loaded, gate, *ups, wd_t, left))
         return y
 
-    return Product(run, walk(most).code)
+    return Product(run, kernel.code)
 
 
 def _by_torch(x: Tensor, w: Tensor) -> tuple[None, Tensor]:

@@ -49,7 +49,7 @@ Kind = Literal["gated", "plain", "activated"]
 
 
 @lru_cache(PLANS)
-def template_of(call: TwellCall, device: torch.device) -> Template:
+def template_of(call: TwellCall, device: torch.device, height: int = GROUP) -> Template:
     """Return the products of call.m tokens, which take the operands of `products`, as a template.
 
     Without a gate there is no wu among them.
@@ -57,11 +57,11 @@ def template_of(call: TwellCall, device: torch.device) -> Template:
     (m, n, k), int32 = call[:3], torch.int32
     shapes = {"x": (m, k), "g": (m, n), "wu": (n, k), "wd_t": (n, k), "y": (m, k)}
     tensors = {name: torch.empty(s, dtype=call.dtype, device="meta") for name, s in shapes.items()}
-    counts = {"left": 3, "heavy": -(-m // GROUP)}
+    counts = {"left": 3, "heavy": -(-m // height)}
     tensors |= {name: torch.empty(s, dtype=int32, device="meta") for name, s in counts.items()}
     if not call.gated:
         del tensors["wu"]
-    programs = products(**tensors, squared=call.squared, device=device)
+    programs = products(**tensors, squared=call.squared, device=device, height=height)
     return Template(programs, [*tensors.values()], [tensors["y"]])
 
 
@@ -76,6 +76,7 @@ def products(
     squared: bool,
     device: torch.device,
     wu: Tensor | None = None,
+    height: int = GROUP,
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
@@ -90,7 +91,7 @@ def products(
         features = 128 if m > 1024 else 64 if m > 64 else 32
         warps = 8 if features == 128 else 4
         sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH}
-        sides |= {"GROUP": GROUP, "BAND": BAND}
+        sides |= {"GROUP": height, "BAND": BAND}
         flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}
         sides_of_w = (features, DEPTH) if kind == "gated" else (DEPTH, features)  # wu, or wd_t
         boxes = box(x, tokens, DEPTH, "tma"), box(w, *sides_of_w, "tma")

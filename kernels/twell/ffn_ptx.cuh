@@ -53,6 +53,15 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(evict_first_policy()));
   return v;
 }
+// Return zeros without a load unless it is there. Such loads do not wait for each other.
+__device__ __forceinline__ uint4 load_once(const uint4* from, bool there) {
+  uint4 v{};
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %6, 0;\n"
+               "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "l"(evict_first_policy()), "r"((u32)there));
+  return v;
+}
 __device__ __forceinline__ uint2 load_once(const uint2* from) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"

@@ -3,7 +3,7 @@
 //   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is active unless G <= 0, so
 //   NaN is active. A list and its gates are the column vectors of formats/cvse.py, 8 tokens high.
 //
-//   a group: eight tokens and SPLIT CTAs (a cluster); each CTA takes an equal part of the steps
+//   a group: HEIGHT tokens, at most eight, and SPLIT CTAs (a cluster), each with equally many steps
 //
 //     G of    . . x . . . . x . .         rows, a list:     unit | tokens with the unit active
 //     its     . . . . . . . x . .   -->                       2  |  x . .
@@ -20,16 +20,17 @@
 //     Y, K x tokens  +=  the same rows and columns of Wd.T, read by columns, x  H
 //
 // The products run on tensor cores (mma m16n8k16), although most of H is zero: weights are the tall
-// operand, tokens the eight columns. A unit that several tokens share is read once. A unit of a
-// single token costs 4 K bytes from L2. L2 delivers 9 TB/s to plain loads and to cp.async, and 6 to
+// operand, tokens the eight columns. Groups of fewer tokens leave columns empty, but give more SMs
+// work. A unit that several tokens share is read once. A unit of a single token costs 4 K bytes from
+// L2. L2 delivers 9 TB/s to plain loads and to cp.async, and 6 to
 // cp.async.bulk (measured, NOTES.md). All other work overlaps with these copies:
 //
 //     warps                role
 //     list     4           G, or words     --->  list, list        of later groups
-//     load     4           rows of Wu, Wd  --->  stage, ...        5 x 8 rows, by cp.async; and X
+//     load     4           rows of Wu, Wd  --->  stage, ...        8 rows each, by cp.async; and X
 //     MMA      MMA_WARPS   up(0)  up(1) down(0)  up(2) down(1)  ...   one exchange of U a step
 //
-// If K exceeds 2048, there are two list warps, two load warps and four stages.
+// If K exceeds 2048, a row has two halves, and there are two list warps and two load warps.
 //
 // A CTA is persistent: it takes its next group from a counter. Load warps continue with the rows of
 // the next group while MMA warps store the sums of the last. Missing rows of a last step are loaded
@@ -38,8 +39,8 @@
 //
 // With ALONE there is no dense fallback. Each CTA of a cluster lists and multiplies a share of the
 // units, every SPLIT-th line of G. No group is left, however many units are active: units that do
-// not fit into a list go to the next list, which adds to the same sums of Y. Rows of up to 2560
-// columns then have one half, with 320 columns per warp and four stages.
+// not fit into a list go to the next list, which adds to the same sums of Y. A CTA has one group.
+// Rows of up to 2560 columns then have one half, with 320 columns per warp.
 //
 // U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
 // the order of the units, then of the CTAs, so every call returns the same bits. The kernel does
@@ -52,26 +53,27 @@
 // write the gates of a list, a row's eight tokens side by side, to `gates`, so that MMA warps need
 // not search for entries. If a group is left to a dense product, they write it to G, as a matrix.
 //
-// Compiled with -DK (a multiple of 8, at most 4096), -DSPLIT=1 to 8, -DSQUARED=0|1 (relu, relu2),
-// -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64 and -DCAPACITY.
-// ALONE requires SPLIT >= 2 and TWELL=0.
+// Compiled with -DK (a multiple of 8, at most 4096), -DHEIGHT=1 to 8, -DSPLIT=1 to 8, -DSQUARED=0|1
+// (relu, relu2), -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64
+// and -DCAPACITY. ALONE requires TWELL=0.
 
 #include "ffn_ptx.cuh"
 
 using u16 = unsigned short;
-static_assert(!ALONE || (SPLIT > 1 && !TWELL), "ALONE");
+static_assert(!ALONE || !TWELL, "ALONE");
 
 constexpr int MMA_WARPS = K > 1024 ? 8 : 4;   // whole warpgroups, like list and load warps together
 constexpr int HALVES = K > MMA_WARPS * (ALONE ? 320 : 256) ? 2 : 1;  // of a row
 constexpr int LINES = (K + 64 * MMA_WARPS * HALVES - 1) / (64 * MMA_WARPS * HALVES);
-constexpr int COLUMNS = ALONE ? 64 * (LINES > 2 ? LINES : 2) : 256;  // per warp, in each half
+constexpr int COLUMNS = 64 * (LINES > 2 ? LINES : 2);  // per warp, in each half
 constexpr int HALF = COLUMNS * MMA_WARPS, PITCH = 2 * HALF;  // columns; bytes
 constexpr int MMA_THREADS = 32 * MMA_WARPS;
 constexpr int LIST_THREADS = HALVES == 1 ? 128 : 64, LOAD_THREADS = LIST_THREADS;
 constexpr int THREADS = MMA_THREADS + LIST_THREADS + LOAD_THREADS;
 constexpr int GROUP = 8, ROWS = 16, STAGE_BYTES = 8 * PITCH;
-constexpr int STAGES = HALVES == 1 && COLUMNS <= 256 ? 5 : 4;
 constexpr int X_PITCH = HALVES * PITCH;
+constexpr int FITTING = (200 * 1024 - GROUP * X_PITCH) / STAGE_BYTES;
+constexpr int STAGES = !ALONE ? 6 - HALVES : FITTING < 6 ? FITTING : 6;  // as in _grouped.py
 constexpr int MOST_ROWS = ALONE ? 512 : 1536;  // per list
 constexpr int LISTS = 3;  // one to multiply, one to load, and one to write
 constexpr int END = -1;  // no group
@@ -83,10 +85,11 @@ constexpr int CHUNK = 256;  // units of eight tokens that a list warp takes at a
 constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // per tile; per token and chunk
 constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
 #else
-// Pieces of eight units that a list thread loads at a time. Each load takes 2 to 3 us while rows
-// are being copied.
-constexpr int PIECES = !ALONE && HALVES == 1 ? 2 : 1;
-constexpr int READ = HALVES == 1 ? GROUP : 4;  // tokens that a list thread loads at a time
+// A list thread loads so many 16 bytes at a time: READ tokens of PIECES pieces of eight units. Each
+// load takes 2 to 3 us while rows are being copied.
+constexpr int LOADS = ALONE ? 8 : HALVES == 2 ? 4 : 16;
+constexpr int READ = HEIGHT < LOADS ? HEIGHT : LOADS;
+constexpr int PIECES = LOADS / READ;
 #endif
 constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // otherwise all have enough
 
@@ -120,9 +123,11 @@ struct Layer {
   int *left, *heavy;
   int m, n, limit;
   const void* words;  // with TWELL
-  __device__ __forceinline__ int groups() const { return (m + GROUP - 1) / GROUP; }
-  __device__ __forceinline__ int tokens(int group) const { return min(GROUP, m - group * GROUP); }
-  __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * GROUP * K; }
+  __device__ __forceinline__ int groups() const { return (m + HEIGHT - 1) / HEIGHT; }
+  __device__ __forceinline__ int tokens(int group) const {
+    return min(HEIGHT, m - group * HEIGHT);
+  }
+  __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * HEIGHT * K; }
 };
 struct GridPlace {
   int cta, ctas;  // this CTA's number, and how many there are
@@ -183,18 +188,18 @@ struct ActiveMask {
 
   __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
                                        int stride) {
-    const int pieces = layer.n / 8;  // beyond the last piece or token, read the last again
+    const int pieces = layer.n / 8;  // beyond the last token, read the last again
     u32 pairs[PIECES][4] = {};  // of two units each, 16 bits apart
-    const uint4* g = (const uint4*)(layer.g + (u64)group * GROUP * layer.n);
+    const uint4* g = (const uint4*)(layer.g + (u64)group * HEIGHT * layer.n);
     #pragma unroll
-    for (int first = 0; first < GROUP; first += READ) {
+    for (int first = 0; first < HEIGHT; first += READ) {
       uint4 v[PIECES][READ];
       #pragma unroll
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
         for (int j = 0; j < READ; j++)
-          v[i][j] = load_once(g + min(first + j, tokens - 1) * pieces +
-                              min(piece + i * stride, pieces - 1));
+          v[i][j] = load_once(g + min(first + j, tokens - 1) * pieces + piece + i * stride,
+                              piece + i * stride < pieces);
       #pragma unroll
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
@@ -217,7 +222,6 @@ struct ActiveMask {
 // List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
 // pad the last step. Return the number of active units. With ALONE these are the units of this
 // CTA's share, every SPLIT-th line (64 units) of G; the first `first` are left out of the list.
-// Warps without a piece then load nothing: beyond the last piece all would request the same bytes.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
                                          int first, const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
@@ -225,18 +229,16 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
   int found = 0, turn = 0;
   for (int at = team.thread; at - team.thread < share; at += PIECES * team.threads) {
     const int piece = ALONE ? (at / 8 * SPLIT + rank) * 8 + at % 8 : at;
-    ActiveMask active{};
-    if (!ALONE || (at < share && piece < pieces))
-      active.load(layer, group, tokens, piece, team.threads);
+    const int stride = ALONE ? SPLIT * team.threads : team.threads;
+    ActiveMask active;
+    active.load(layer, group, tokens, piece, stride);
     #pragma unroll
     for (int i = 0; i < PIECES; i++, turn++) {
-      const int unit = 8 * (piece + i * team.threads);
-      if (!ALONE && unit - 8 * team.thread >= layer.n) break;
-      const bool there = ALONE || unit < layer.n;
-      const u32 masks[2] = {there ? active.masks[i][0] : 0, there ? active.masks[i][1] : 0};
+      if (at - team.thread + i * team.threads >= share) break;
       int all;
-      const int before = exclusive_scan(units_on(masks), team, turn, s, all);
-      list_units(list, masks, unit, found + before - (ALONE ? first : 0));
+      const int before = exclusive_scan(units_on(active.masks[i]), team, turn, s, all);
+      const int unit = 8 * (piece + i * stride);
+      list_units(list, active.masks[i], unit, found + before - (ALONE ? first : 0));
       found += all;
     }
   }
@@ -261,7 +263,7 @@ struct Chunk {
 
   __device__ __forceinline__ Chunk(const Layer& layer, int group, int number) {
     const int token = threadIdx.x % 32 / 4, tiles = (layer.n + TILE - 1) / TILE;
-    const u64 row = (u64)group * GROUP + token;
+    const u64 row = (u64)group * HEIGHT + token;
     unit = number * CHUNK, n = layer.n;
     there = token < layer.tokens(group) && unit < n;
     words = (const u32*)layer.words + (row * tiles + number * TILES) * WORDS;
@@ -352,7 +354,7 @@ __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int gro
 __device__ __forceinline__ void expand_group(const Layer& layer, int group,
                                              const ThreadGroup& team) {
   const int lane = threadIdx.x % 32, chunks = (layer.n + CHUNK - 1) / CHUNK;
-  u16* g = layer.g + ((u64)group * GROUP + lane / 4) * layer.n;
+  u16* g = layer.g + ((u64)group * HEIGHT + lane / 4) * layer.n;
   for (int number = team.thread / 32; number < chunks; number += team.threads / 32) {
     const Chunk chunk(layer, group, number);
     for (int tile = 0; tile < TILES; tile++) {
@@ -372,7 +374,7 @@ __device__ __forceinline__ void expand_group(const Layer& layer, int group,
 // Prefetch a group's X into L2, 128 bytes per thread at a time: from memory, X takes over 3 us.
 __device__ __forceinline__ void prefetch_x(const Layer& layer, int group, const ThreadGroup& team) {
   if (!GATED || group >= layer.groups()) return;
-  const char* x = (const char*)(layer.x + (u64)group * GROUP * K);
+  const char* x = (const char*)(layer.x + (u64)group * HEIGHT * K);
   #pragma unroll 1
   for (int at = 128 * team.thread; at < 2 * layer.tokens(group) * K; at += 128 * team.threads)
     prefetch_l2(x + at);
@@ -388,8 +390,8 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
   for (;;) {
     const int group = s.next, after = s.after;
     if (group >= layer.groups()) break;
-    int third = layer.groups();  // none, because a cluster has one group
-    if (SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
+    int third = layer.groups();  // none: with ALONE, and in a cluster, there is one group
+    if (!ALONE && SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
     const int found = list_rows(list, layer, group, place.rank(), first, team, s);
     const bool more = ALONE && found > first + MOST_ROWS;
@@ -478,7 +480,7 @@ __device__ __forceinline__ void load_x(const Layer& layer, int group, int loader
   #pragma unroll
   for (int i = 0; i < GROUP / (LOAD_THREADS / 32); i++) {
     const int token = loader / 32 + i * (LOAD_THREADS / 32);
-    const char* from = (const char*)(layer.x + (u64)(group * GROUP + token) * K) + 16 * lane;
+    const char* from = (const char*)(layer.x + (u64)(group * HEIGHT + token) * K) + 16 * lane;
     const u32 to = smem_address(shared) + swizzled(token, lane, X_PITCH);
     #pragma unroll
     for (int j = 0; j < X_PITCH / 512; j++)
@@ -585,7 +587,7 @@ struct MmaWarp {
 #if TWELL
     gate = list.gates[step * ROWS * GROUP + threadIdx.x];
 #else
-    gate = __ldg(layer.g + (u64)(list.group * GROUP + token) * layer.n + (row >> 8));
+    gate = __ldg(layer.g + (u64)(list.group * HEIGHT + token) * layer.n + (row >> 8));
 #endif
   }
   __device__ __forceinline__ void store_gate(Shared& s) const {
@@ -708,7 +710,10 @@ struct MmaWarp {
 // ---- sums of a cluster ----
 // Each CTA adds up some of the pieces of 32 columns of all warps. All CTAs push their sums of these
 // pieces into its shared memory, over X and the stages. No CTA reads another CTA's shared memory.
+// A CTA without others that has one group does the same: its code is short, and list warps have
+// run it before, while `store_y` comes from memory.
 
+constexpr bool SUMMED_IN_SHARED = SPLIT > 1 || ALONE;
 constexpr int PIECES_OF_WARP = PIECES_OF_HALF * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
 constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
@@ -767,7 +772,7 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
     if (more) continue;
-    if (SPLIT > 1) {
+    if (SUMMED_IN_SHARED) {
       __syncwarp();
       cluster_sync_relaxed();
       return push_sums(warp.y, place.rank(), s);
@@ -792,12 +797,12 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
     mbarrier_init(smem_address(&s.summed), 1);
-    if (SPLIT > 1) expect_sums(place.rank(), s);
+    if (SUMMED_IN_SHARED) expect_sums(place.rank(), s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
     s.next = place.cta / SPLIT;
-    s.after = SPLIT == 1 ? place.ctas + place.cta : layer.groups();
+    s.after = !ALONE && SPLIT == 1 ? place.ctas + place.cta : layer.groups();
   }
   launch_dependent_grids();
   wait_on_dependent_grids();
@@ -815,7 +820,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     if (other < LIST_THREADS) list_groups(layer, place, {other, LIST_THREADS, 1}, s);
     else load_groups(layer, place, other - LIST_THREADS, s);
   }
-  if (SPLIT == 1) return;
+  if (!SUMMED_IN_SHARED) return;
   const int own = ALONE ? place.cta / SPLIT : group;  // recomputed to save a register
   // The first run of instructions reads them from memory, 1 us for every few dozen. So list warps,
   // which end early, run this code once without effect.

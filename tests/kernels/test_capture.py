@@ -42,7 +42,7 @@ class Driver:
     def destroy(self, number: int) -> None:
         for handle in self.owned.pop(1000 + number, ()):
             memory, destructor = self.made[handle]
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor)(ctypes.addressof(memory))
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor)(memory.value)
 
 
 class Owner:
@@ -80,6 +80,21 @@ def test_an_owner_lives_until_its_graph_is_destroyed(driver: Driver) -> None:
     driver.destroy(3)
     assert capture.sweep() == 0
     assert gone(seen)
+
+
+def test_the_owners_of_a_graph_share_a_user_object(driver: Driver) -> None:
+    owners = [Owner(), Owner()]
+    seen = [weakref.ref(owner) for owner in owners]
+    driver.capturing = 3
+    for owner in (*owners, owners[0]):
+        capture.keep(owner)
+    driver.capturing = 0
+    del owner, owners
+    assert capture.sweep() == 2
+    assert len(driver.owned[1003]) == 1
+    driver.destroy(3)
+    assert capture.sweep() == 0
+    assert all(map(gone, seen))
 
 
 def test_an_owner_of_two_graphs_lives_as_long_as_either(driver: Driver) -> None:

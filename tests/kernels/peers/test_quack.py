@@ -1,7 +1,7 @@
 """QuACK as a peer of experts: what the launches do; torch's products replace QuACK's here."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -59,13 +59,15 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, *, cu_seqlens_m: Tensor, config: Gem
 
 
 def gemm_gated(
-    a: Tensor, b: Tensor, *, activation: str, store_preact: bool, concat_layout: tuple[str],
-    cu_seqlens_m: Tensor, A_idx: Tensor, config: GemmConfig,
+    a: Tensor, b: Tensor, *, activation: str, store_preact: bool, cu_seqlens_m: Tensor,
+    config: GemmConfig, concat_layout: tuple[str] | None = None, A_idx: Tensor | None = None,
 ) -> tuple[None, Tensor]:  # fmt: skip
-    assert config.tile_n != 208
-    assert concat_layout == ("B",)
+    assert A_idx is None or config.tile_n != 208
+    assert concat_layout in (None, ("B",))
+    assert b.stride(1) == 1
     assert not store_preact
-    gate, up = products(a[A_idx], b, cu_seqlens_m).chunk(2, 1)
+    both = products(a if A_idx is None else a[A_idx], b, cu_seqlens_m)
+    gate, up = both.chunk(2, 1) if concat_layout else (both[:, ::2], both[:, 1::2])
     return None, (GATED[activation](gate) * up).to(a.dtype)
 
 
@@ -89,8 +91,18 @@ def test_a_launch_computes_the_op_again_with_its_pinned_choice(name: str, routin
     kernel = load_kernel(name)
     launch = assert_right_twice(operands_for(problem(kernel.op, routing=routing)), kernel.prepare)
     tile = {"tile_n": 128, "pingpong": True}
-    gate_up = {"gate_up": {}, "down": tile}  # one tile may gather
-    assert launch.choice == (tile if name == "experts_quack" else gate_up)
+    way = {"gathers": True, "alternate": False}  # one tile may gather
+    assert launch.choice == (tile if name == "experts_quack" else {"gate_up": way, "down": tile})
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("alternate", [True, False])
+def test_all_ways_to_compute_hidden_units_are_right(gathers: bool, alternate: bool) -> None:
+    kernel, tile = load_kernel("experts_ffn_quack"), {"tile_n": 128, "pingpong": True}
+    way = {"gathers": gathers, "alternate": alternate, **({} if gathers else tile)}
+    case = replace(operands_for(problem(kernel.op)), pinned={"gate_up": way, "down": tile})
+    assert assert_right_twice(case, kernel.prepare).choice == case.pinned
 
 
 @pytest.mark.parametrize(

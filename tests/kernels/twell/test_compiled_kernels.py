@@ -27,17 +27,23 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
     assert ffn_few.shape_of(64, 4096, AT_ONCE) == (64, 4, 30)
 
 
-def test_clusters_of_groups_use_all_multiprocessors() -> None:
-    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # an H200
-    splits = {m: _grouped.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
-    assert splits == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
+def test_groups_use_all_multiprocessors() -> None:
+    at_once = {1: 132, 2: 66}.__getitem__  # an H200
+    shapes = {m: _grouped.shape_of(m, at_once) for m in (8, 64, 96, 160, 256, 512, 704, 1024)}
+    assert shapes == {
+        **{8: (1, 2), 64: (1, 2), 96: (1, 1), 160: (3, 2), 256: (2, 1)},
+        **{512: (4, 1), 704: (6, 1), 1024: (8, 1)},
+    }
+    heights = {m: _grouped.shape_of(m, at_once)[0] for m in (1100, 1536, 2048, 4096, 131072)}
+    assert heights == {1100: 5, 1536: 6, 2048: 8, 4096: 8, 131072: 8}
 
 
 def test_the_limit_of_a_group_is_constant_for_many_tokens() -> None:
-    assert _grouped.limit_of(8, 512) == 512
-    assert _grouped.limit_of(8, 5632) == _grouped.MOST_ROWS
-    assert _grouped.limit_of(256, 5632) == 4 * 5632 // 32
-    assert _grouped.limit_of(4096, 5632) == _grouped.limit_of(131072, 5632) == 579
+    assert _grouped.limit_of(8, 512, 8) == 512
+    assert _grouped.limit_of(8, 5632, 8) == _grouped.MOST_ROWS
+    assert _grouped.limit_of(256, 5632, 8) == 4 * 5632 // 32
+    assert _grouped.limit_of(4096, 5632, 8) == _grouped.limit_of(131072, 5632, 8) == 579
+    assert _grouped.limit_of(700, 5632, 6) == 434
 
 
 @pytest.mark.parametrize("m", [32, 33, 512, 513])
@@ -61,18 +67,18 @@ def test_ffn_few_compiles_without_spills(m: int, n: int, k: int, tmp_path) -> No
         assert_compiles_cleanly("ffn_few", ffn_few.constants_of(call, shape), tmp_path)
 
 
-GROUPED = [(k, split, _grouped.Config(cluster=c)) for k in (2048, 200, 2040) for split in (1, 8)
-           for c in (0, 1)]  # fmt: skip
-GROUPED += [(k, split, _grouped.Config(alone=True)) for k in (2560, 2048, 200, 1032)
-            for split in (8, 7, 3, 2)]  # fmt: skip
+GROUPED = [(k, shape, _grouped.Config(cluster=c)) for k in (2048, 200, 2040)
+           for shape in ((8, 1), (8, 8)) for c in (0, 1)]  # fmt: skip
+GROUPED += [(k, shape, _grouped.Config(alone=True)) for k in (2560, 2048, 200, 1032, 2880)
+            for shape in ((8, 8), (8, 7), (4, 2), (6, 1), (2, 1), (1, 1))]  # fmt: skip
 
 
 @by_nvcc
-@pytest.mark.parametrize(("k", "split", "config"), sampled(GROUPED, 0, 1, 12), ids=str)
-def test_ffn_sparse_compiles_without_spills(k, split, config, tmp_path) -> None:
+@pytest.mark.parametrize(("k", "shape", "config"), sampled(GROUPED, 0, 1, 13, 39), ids=str)
+def test_ffn_sparse_compiles_without_spills(k, shape, config, tmp_path) -> None:
     for squared, gated, dtype in ((False, True, BF16), (True, config.cluster > 0, HALF)):
         call = TwellCall(8, 8, k, dtype, squared, gated)
-        constants = _grouped.constants_of(call, split, config)
+        constants = _grouped.constants_of(call, *shape, config)
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 

@@ -19,7 +19,7 @@ from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine, bucket
 from sparsebench.kernels._kernel import DTYPES, poison
 from sparsebench.kernels.twell._call import TwellCall, operator_of
-from sparsebench.kernels.twell._engines import ENGINES
+from sparsebench.kernels.twell._engines import DENSE, ENGINES, likeliest
 from sparsebench.kernels.twell._grouped import WHOLE
 from tests.kernels.twell.examples import Operands, assert_right, drawn
 
@@ -41,6 +41,13 @@ SHAPES = [  # one token, edges of tiles, few units and many, every depth of a CT
     *((65, 1000, 200), (77, 1408, 512), (129, 520, 1032), (255, 2056, 3064), (500, 5632, 2048)),
     *((513, 1024, 512), (1500, 1024, 2048), (2500, 520, 4096)),
 ]
+
+
+def test_a_layer_with_many_active_units_is_likeliest_dense() -> None:
+    call = TwellCall(256, 5632, 2048, torch.bfloat16, False)
+    assert likeliest(64, call) == ENGINES
+    assert likeliest(128, call)[:2] == (ENGINES[0], DENSE)
+    assert {*likeliest(5632, call)} == {*ENGINES}
 
 
 def run_engine(engine: Engine, call: TwellCall, operands: Operands) -> int:

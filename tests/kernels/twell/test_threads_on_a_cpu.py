@@ -18,7 +18,6 @@ from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
 from sparsebench.kernels.twell._call import TwellCall
-from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import CAPACITY, TILE
 from tests.emulation.cuda_on_cpu import entry_point, library_of, ring
 from tests.kernels.twell.examples import assert_right, drawn
@@ -106,20 +105,27 @@ def test_ffn_few_is_right_and_nan_stays_in_its_token(case, kind, late, zeros, mo
     assert_right(y, operands, squared, torch.arange(m) != m // 2)
 
 
-# m, n, k, fraction of active units, split, limit. The cases cover a last group with few tokens,
-# fewer units than threads, full and partial steps, groups of one step, k up to 1024, 2048 and more.
+# m, n, k, fraction of active units, tokens of a group, split, limit. The cases cover a last group
+# with few tokens, fewer units than threads, full and partial steps, groups of one step, k up to
+# 1024, 2048 and more.
 GROUPS = [
-    *((11, 48, 72, 0.2, 1, 48), (5, 200, 264, 0.3, 2, 200), (17, 1088, 136, 0.05, 4, 1088)),
-    *((3, 72, 520, 0.5, 8, 72), (20, 400, 512, 0.1, 2, 220), (8, 64, 1032, 1.0, 1, 64)),
-    *((61, 160, 200, 0.03, 1, 30), (9, 56, 2056, 0.3, 1, 56), (40, 96, 4096, 0.04, 1, 24)),
-    (100, 96, 72, 0.01, 1, 96),
+    *(
+        (11, 48, 72, 0.2, 8, 1, 48),
+        (5, 200, 264, 0.3, 8, 2, 200),
+        (17, 1088, 136, 0.05, 8, 4, 1088),
+    ),
+    *((3, 72, 520, 0.5, 8, 8, 72), (20, 400, 512, 0.1, 8, 2, 220), (8, 64, 1032, 1.0, 8, 1, 64)),
+    *((61, 160, 200, 0.03, 7, 1, 26), (9, 56, 2056, 0.3, 8, 1, 56), (40, 96, 4096, 0.04, 8, 1, 24)),
+    *((100, 96, 72, 0.01, 8, 1, 96), (20, 96, 2880, 0.1, 3, 1, 26)),
 ]
 # The same without a fallback: units for only one CTA of a cluster, several lists per group, no
-# active units, 320 columns per warp, and two halves of 192.
+# active units, 320 columns per warp, two halves of 192, and groups of one CTA or of one token.
 ALONE = [
-    *((11, 48, 72, 0.2, 2, None), (5, 3600, 72, 1.0, 2, None), (9, 1096, 264, 0.0, 3, None)),
-    *((8, 200, 2560, 0.1, 2, None), (20, 1088, 1032, 0.05, 7, None), (3, 72, 3064, 0.5, 2, None)),
-    *((33, 2056, 72, 0.03, 8, None), (17, 1800, 72, 0.9, 3, None)),
+    *((11, 48, 72, 0.2, 8, 2, None), (5, 3600, 72, 1.0, 8, 2, None)),
+    *((9, 1096, 264, 0.0, 8, 3, None), (8, 200, 2560, 0.1, 8, 2, None)),
+    *((20, 1088, 1032, 0.05, 5, 7, None), (3, 72, 3064, 0.5, 8, 2, None)),
+    *((33, 2056, 72, 0.03, 8, 8, None), (17, 1800, 72, 0.9, 8, 3, None)),
+    *((17, 1800, 72, 0.9, 6, 1, None), (3, 1096, 2880, 0.03, 1, 1, None)),
 ]
 EVERY_GROUP = [(case, KINDS[i % 4], 0, bool(i % 2)) for i, case in enumerate(GROUPS)]
 EVERY_GROUP += [(case, KINDS[i % 2 * 2], 1, bool(i % 2)) for i, case in enumerate(GROUPS)]
@@ -129,17 +135,17 @@ EVERY_GROUP += [(case, KINDS[i % 4], 0, bool(i % 2)) for i, case in enumerate(AL
 @needs_gxx
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("case", "kind", "cluster", "late"), sampled(EVERY_GROUP, 0, 1, 2, 10, 12, 20, 21, 23)
+    ("case", "kind", "cluster", "late"), sampled(EVERY_GROUP, 0, 1, 6, 10, 13, 22, 23, 25, 30, 31)
 )
 def test_groups_of_tokens_are_right(case, kind, cluster, late, zeros, monkeypatch) -> None:
-    (m, n, k, fraction, split, limit), (dtype, squared, gated) = case, kind
+    (m, n, k, fraction, height, split, limit), (dtype, squared, gated) = case, kind
     call = TwellCall(m, n, k, DTYPES[dtype], squared, gated)
     heavy: list[int] = []
 
     def rest(x: Tensor, g: Tensor, *weights: Tensor) -> None:
         *ups, wd_t, y, left, groups = weights
         heavy[:] = sorted(groups[: left[0]].tolist())
-        tokens = torch.isin(torch.arange(m) // GROUP, torch.tensor(heavy))
+        tokens = torch.isin(torch.arange(m) // height, torch.tensor(heavy))
         act = g[tokens].float().relu()  # the kernel writes G of these groups if it was in words
         h = (act.square() if squared else act) * (
             x[tokens].float() @ ups[0].float().T if ups else 1
@@ -147,7 +153,7 @@ def test_groups_of_tokens_are_right(case, kind, cluster, late, zeros, monkeypatc
         y[tokens] = (h.to(y.dtype).float() @ wd_t.float()).to(y.dtype)
         left.zero_()
 
-    monkeypatch.setattr(_grouped, "split_of", lambda *_: split)
+    monkeypatch.setattr(_grouped, "shape_of", lambda *_: (height, split))
     monkeypatch.setattr(_grouped, "limit_of", lambda *_: limit or 0)
     monkeypatch.setattr(_grouped, "writer", lambda *_: in_words)
     monkeypatch.setattr(_remainder, "template_of", lambda *_: rest)
@@ -156,8 +162,8 @@ def test_groups_of_tokens_are_right(case, kind, cluster, late, zeros, monkeypatc
     run = _grouped.plan(CPU, call, _grouped.Config(alone, cluster)).run
     y = run(x, gate, *weights)
     assert_right(y, operands, squared)
-    on = torch.nn.functional.pad(x @ gate.T > 0, (0, 0, 0, -m % GROUP))
-    rows = on.unflatten(0, (-1, GROUP)).any(1).sum(1)
+    on = torch.nn.functional.pad(x @ gate.T > 0, (0, 0, 0, -m % height))
+    rows = on.unflatten(0, (-1, height)).any(1).sum(1)
     assert heavy == ([] if alone else (rows > limit).nonzero()[:, 0].tolist())
     assert torch.equal(run(x, gate, *weights), y)
     x[0, 3] = torch.nan  # in another row, torch makes the row before it NaN, too (2.13, bf16)
