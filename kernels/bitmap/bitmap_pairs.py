@@ -1,0 +1,236 @@
+"""Linear layer with zeros anywhere in W, for 17 to 128 tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+
+W becomes the sum of two 2:4 matrices, which the tensor cores multiply as they are (wgmma.sp):
+nothing is decoded. bitmap_pairs.cu is the kernel and draws both. This file packs W (`pairs_of`),
+chooses a configuration and plans.
+
+    dtype     fp16, bf16
+    sizes     17 to 128 tokens; k a multiple of 8, any n
+    X         row strides of a multiple of 16 bytes
+    bytes     of dense, 0.56 + 2 d: d, the elements beyond two of a group of four, is 0.094 of all
+              at 50 % zeros and 0.023 at 70 %; W keeps its records beside them
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats._format import BITS, has_value
+from sparsebench.formats.bitmap import UNIT, Bitmap
+from sparsebench.formats.spense import _cut, _swizzle, _swizzled, _words
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.engines import gpu_engine
+from sparsebench.kernels._common.made_once import made_while_used
+from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
+from sparsebench.results.record import Problem
+
+ROWS, COLUMNS, ROW_BYTES = 64, 128, 128
+TILE_BYTES = ROWS * ROW_BYTES
+HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
+LEAST_TOKENS, MOST_TOKENS = 17, 128
+TOKENS = 32, 48, 64, 96, 128
+WARPGROUPS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
+SHARED_BYTES = 227 * 1024
+# The positions of the two elements of a group in the first matrix, for each mask of its elements
+# (bits 0 to 3). Those left over are at positions 0 and 1.
+PAIRS = [(0, 1), (0, 1), (0, 1), (0, 1), (0, 2), (0, 2), (1, 2), (1, 2)]
+PAIRS += [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3), (2, 3), (2, 3)]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens      tokens of X, padded to one of TOKENS
+    warpgroups  of a CTA: rows of tiles that share X
+    split       CTAs of a cluster, which divide k
+    depth       stages of the ring
+    """
+
+    tokens: int
+    warpgroups: int
+    split: int
+    depth: int
+
+    def shared_bytes(self, room: int) -> int:
+        """Return the bytes of shared memory; `room` is those of a record, in whole KiB."""
+        stage = 2 * self.tokens * ROW_BYTES + self.warpgroups * room
+        seconds = self.warpgroups * 2 * TILE_BYTES
+        barriers = self.depth * (16 + 4 * self.warpgroups)
+        sums = self.tokens * (ROWS * self.warpgroups + 4) * 4
+        return 1024 + max(self.depth * stage, sums) + seconds + barriers
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """W as the kernel reads it.
+
+    records  uint8 [bytes]        for each tile of 64 x 128, row by row of tiles: values and metadata
+                                  of the first matrix, list of the second
+    offsets  int32 [tiles + 1]    start of each record, in units of 16 bytes
+    room     bytes of the longest record, rounded up to whole KiB
+    """
+
+    records: Tensor
+    offsets: Tensor
+    room: int
+
+
+def packed(dense: Tensor) -> Pairs:
+    """Pack a matrix [n, k] of 16 bits."""
+    parts = [_records(rows) for rows in dense.split(64 * ROWS)]
+    units = torch.cat([torch.zeros(1, device=dense.device).long(), *(u for u, _ in parts)])
+    records = torch.cat([records for _, records in parts])
+    longest = int(units.amax()) * UNIT
+    return Pairs(records, units.cumsum(0).int(), -(-longest // 1024) * 1024)
+
+
+def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sizes int64 [tiles] of the records in UNITs, and the records."""
+    groups = _cut(dense.view(BITS[2]), COLUMNS).flatten(0, 1).unflatten(-1, (-1, 4))
+    stored = has_value(groups)
+    weights = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=dense.device)
+    mask = (stored * weights).sum(-1, dtype=torch.uint8)
+    first, second = torch.tensor(PAIRS, dtype=torch.uint8, device=dense.device).T[:, mask.int()]
+    a, b, c, d = groups.unbind(-1)
+    low, high = a.where(first == 0, b.where(first == 1, c)), d.where(
+        second == 3, c.where(second == 2, b)
+    )
+    values = torch.stack((low, high), -1).flatten(-2).view(torch.uint8).flatten(-2)
+    heads = torch.cat((_swizzle(values), _words(first | second << 2, 2)), -1)
+
+    left = stored[..., :2].clone()  # [tiles, 64, groups, 2]
+    left[..., 0] &= first != 0
+    left[..., 1] &= (first != 1) & (second != 1)
+    left = left.flatten(1)
+    counts = left.sum(-1)
+    units = HEAD_BYTES // UNIT + -(-counts // 4)
+    starts = units.cumsum(0) - units
+    records = torch.zeros(int(units.sum()), UNIT, dtype=torch.uint8, device=dense.device)
+    records[starts[:, None] + torch.arange(HEAD_BYTES // UNIT, device=dense.device)] = heads.view(
+        len(heads), -1, UNIT
+    )
+    words = records.view(-1).view(torch.int32)
+    tile, element = left.nonzero(as_tuple=True)
+    place = (_swizzled(dense.device)[element // 8] * UNIT + element % 8 * 2).int()
+    value = groups[..., :2].flatten(1)[left].int() & 0xFFFF
+    rank = left.cumsum(-1)[left] - 1
+    at = starts[tile] * 4 + HEAD_BYTES // 4 + rank
+    words[at] = place << 16 | value
+    last = rank == counts[tile] - 1
+    for beyond in range(1, 4):  # the last element again, up to a multiple of four
+        more = last & (rank % 4 + beyond < 4)
+        words[at[more] + beyond] = (place << 16 | value)[more]
+    return units, records.view(-1)
+
+
+_LOCK = Lock()
+
+
+@made_while_used
+def _pairs(w: Bitmap, stamp: tuple[tuple[int, int], ...]) -> Pairs:
+    return make_lasting(lambda: packed(w.to_dense()), w.records.device)
+
+
+def pairs_of(w: Bitmap) -> Pairs:
+    """Return the pairs of W, made once while a plan reads them."""
+    arrays = w.arrays().values()
+    stamp = tuple((a.data_ptr(), -1 if a.is_inference() else a._version) for a in arrays)
+    with _LOCK:  # plans are made in threads
+        return _pairs(w, stamp)
+
+
+def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
+    """Return what fits; those whose slowest CTA copies the fewest bytes come first."""
+    device, room = w.records.device, pairs_of(w).room
+    at_once = {split: at_once_of(split, device) for split in SPLITS}
+
+    def copied(config: Config) -> int:
+        groups = -(-w.shape[0] // (ROWS * config.warpgroups))
+        rounds = -(-groups // max(at_once[config.split], 1))
+        tiles = -(-w.shape[1] // (COLUMNS * config.split))
+        return rounds * tiles * (config.warpgroups * room + 2 * config.tokens * ROW_BYTES)
+
+    return sorted(_fitting(*w.shape, call.m, room), key=copied)
+
+
+def _fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
+    tokens = next(t for t in TOKENS if t >= m)
+    for warpgroups in WARPGROUPS:
+        for split in SPLITS:
+            if split <= -(-k // COLUMNS) and warpgroups <= -(-n // ROWS):
+                for depth in DEPTHS:
+                    config = Config(tokens, warpgroups, split, depth)
+                    if config.shared_bytes(room) <= SHARED_BYTES:
+                        yield config
+                        break
+
+
+def at_once_of(split: int, device: torch.device) -> int:
+    """Return how many clusters of `split` CTAs run at a time."""
+    if split == 1 or device.type != "cuda":
+        return max(multiprocessors(device) // split, 1)
+    return cuda.clusters_at_once(split, 288, SHARED_BYTES, device)
+
+
+def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
+    """Pack W, unless it is, and load the kernel. Raises Unsupported."""
+    pairs, (n, k), device = pairs_of(w), w.shape, w.records.device
+    row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
+    kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
+    loaded = kernel.on(-(-row_tiles // config.warpgroups) * config.split, 128 * config.warpgroups + 32)
+    weights = pairs.records.data_ptr(), pairs.offsets.data_ptr(), row_tiles, tiles
+
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(m: int, x: int, stride: int, y: int) -> cuda.Arguments:
+        of_x = cuda.tensor_map(x, (m, k), (stride, 1), w.dtype, (m, ROW_BYTES // 2))
+        return kernel.arguments(of_x, *weights, y, m, n, pairs.room)
+
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], n) if out is None else out
+        args = arguments(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr())
+        return cuda.launch(loaded, args, y, pairs)
+
+    return Product(run, kernel.code)
+
+
+def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
+    return (
+        *(("TOKENS", config.tokens), ("WARPGROUPS", config.warpgroups)),
+        *(("SPLIT", config.split), ("DEPTH", config.depth)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def unsupported_call(w: Bitmap, call: UnstructuredCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    (n, k), m = w.shape, call.m
+    if w.dtype not in cuda.HALVES:
+        return f"expected fp16 or bf16, found {w.dtype}"
+    if not LEAST_TOKENS <= m <= MOST_TOKENS:
+        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {m}"
+    if k % 8 or not n or not k:
+        return f"expected a multiple of 8 columns of X, found {k} and {n} rows of W"
+    return None
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    if not LEAST_TOKENS <= problem["m"] <= MOST_TOKENS:
+        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {problem['m']}"
+    return unsupported_on_hopper(problem, device, ("fp16", "bf16"))
+
+
+KERNEL = gpu_engine(
+    *("bitmap_pairs", "linear", "bitmap", Config, choices, plan),
+    *(unsupported, bind, unsupported_call),
+)
