@@ -102,7 +102,7 @@ __device__ __forceinline__ void hold(const uint4& v) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLIT > 1
-__cluster_dims__(SPLIT, 1, 1)
+__cluster_dims__(SPLIT)
 #endif
 multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* y, int m,
                int n, int room) {

@@ -13,7 +13,7 @@ chooses a configuration and plans.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import Lock
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats._format import BITS, has_value
 from sparsebench.formats.bitmap import UNIT, Bitmap
-from sparsebench.formats.spense import _cut, _swizzle, _swizzled, _words
+from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels._common.device import multiprocessors
@@ -33,17 +33,16 @@ from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
 from sparsebench.results.record import Problem
 
-ROWS, COLUMNS, ROW_BYTES = 64, 128, 128
+ROWS, COLUMNS, ROW_BYTES, GROUP = 64, 128, 128, 4
+LIST_STEP = 4  # elements of a list that a thread reads at a time
+AT_ONCE = 2**18  # columns of W times tiles of 64 rows that are packed at a time
 TILE_BYTES = ROWS * ROW_BYTES
 HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
-LEAST_TOKENS, MOST_TOKENS = 17, 128
-TOKENS = 32, 48, 64, 96, 128
+LEAST_TOKENS, MOST_TOKENS = 1, 128
+TOKENS = 16, 32, 48, 64, 96, 128
 WARPGROUPS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
 SHARED_BYTES = 227 * 1024
-# The positions of the two elements of a group in the first matrix, for each mask of its elements
-# (bits 0 to 3). Those left over are at positions 0 and 1.
-PAIRS = [(0, 1), (0, 1), (0, 1), (0, 1), (0, 2), (0, 2), (1, 2), (1, 2)]
-PAIRS += [(0, 3), (0, 3), (1, 3), (1, 3), (2, 3), (2, 3), (2, 3), (2, 3)]
+MOST_SUMS = 288  # tokens times warpgroups: more need more registers than there are
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Pairs:
 
 def packed(dense: Tensor) -> Pairs:
     """Pack a matrix [n, k] of 16 bits."""
-    parts = [_records(rows) for rows in dense.split(64 * ROWS)]
+    parts = [_records(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
     units = torch.cat([torch.zeros(1, device=dense.device).long(), *(u for u, _ in parts)])
     records = torch.cat([records for _, records in parts])
     longest = int(units.amax()) * UNIT
@@ -96,41 +95,44 @@ def packed(dense: Tensor) -> Pairs:
 
 def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sizes int64 [tiles] of the records in UNITs, and the records."""
-    groups = _cut(dense.view(BITS[2]), COLUMNS).flatten(0, 1).unflatten(-1, (-1, 4))
+    bits = pad(dense.view(BITS[2]), (0, -dense.shape[1] % COLUMNS, 0, -len(dense) % ROWS))
+    groups = bits.unflatten(1, (-1, GROUP))
     stored = has_value(groups)
-    weights = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=dense.device)
-    mask = (stored * weights).sum(-1, dtype=torch.uint8)
-    first, second = torch.tensor(PAIRS, dtype=torch.uint8, device=dense.device).T[:, mask.int()]
-    a, b, c, d = groups.unbind(-1)
-    low, high = a.where(first == 0, b.where(first == 1, c)), d.where(
-        second == 3, c.where(second == 2, b)
-    )
-    values = torch.stack((low, high), -1).flatten(-2).view(torch.uint8).flatten(-2)
-    heads = torch.cat((_swizzle(values), _words(first | second << 2, 2)), -1)
+    count, zeroth = stored.sum(-1, dtype=torch.uint8), stored[..., 0]
+    beyond = torch.stack((zeroth & (count > 2), (count > 2) & ~zeroth | (count == 4)), -1)
+    first = groups.clone()
+    first[..., :2].masked_fill_(beyond, 0)
+    heads = Spense.from_dense(first.flatten(1).view(dense.dtype)).sparse.flatten(0, 1)
 
-    left = stored[..., :2].clone()  # [tiles, 64, groups, 2]
-    left[..., 0] &= first != 0
-    left[..., 1] &= (first != 1) & (second != 1)
-    left = left.flatten(1)
-    counts = left.sum(-1)
-    units = HEAD_BYTES // UNIT + -(-counts // 4)
+    def tiles(of_groups: Tensor) -> Tensor:  # [rows, groups, 2] -> [tiles, elements of one]
+        cut = of_groups.unflatten(0, (-1, ROWS)).unflatten(2, (-1, COLUMNS // GROUP))
+        return cut.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    listed, device = tiles(beyond), dense.device
+    counts = listed.sum(-1)
+    units = HEAD_BYTES // UNIT + -(-counts // LIST_STEP)
     starts = units.cumsum(0) - units
-    records = torch.zeros(int(units.sum()), UNIT, dtype=torch.uint8, device=dense.device)
-    records[starts[:, None] + torch.arange(HEAD_BYTES // UNIT, device=dense.device)] = heads.view(
-        len(heads), -1, UNIT
-    )
-    words = records.view(-1).view(torch.int32)
-    tile, element = left.nonzero(as_tuple=True)
-    place = (_swizzled(dense.device)[element // 8] * UNIT + element % 8 * 2).int()
-    value = groups[..., :2].flatten(1)[left].int() & 0xFFFF
-    rank = left.cumsum(-1)[left] - 1
-    at = starts[tile] * 4 + HEAD_BYTES // 4 + rank
-    words[at] = place << 16 | value
-    last = rank == counts[tile] - 1
-    for beyond in range(1, 4):  # the last element again, up to a multiple of four
-        more = last & (rank % 4 + beyond < 4)
-        words[at[more] + beyond] = (place << 16 | value)[more]
-    return units, records.view(-1)
+    records = torch.zeros(int(units.sum()), UNIT, dtype=torch.uint8, device=device)
+    of_heads = starts[:, None] + torch.arange(HEAD_BYTES // UNIT, device=device)
+    records[of_heads] = heads.unflatten(1, (-1, UNIT))
+    tile, element = listed.nonzero(as_tuple=True)
+    words = _places(device)[element] << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
+    rank = listed.cumsum(-1)[listed] - 1
+    at, last = starts[tile] * LIST_STEP + HEAD_BYTES // 4 + rank, rank == counts[tile] - 1
+    target = records.view(-1).view(torch.int32)
+    target[at] = words
+    for more in range(1, LIST_STEP):  # the last element again, up to a whole step
+        again = last & (rank % LIST_STEP + more < LIST_STEP)
+        target[at[again] + more] = words[again]
+    return units, records.flatten()
+
+
+@cache
+def _places(device: torch.device) -> Tensor:
+    """Return int32 [64 x 64], the byte of each element of the second matrix in its swizzled tile."""
+    row = torch.arange(ROWS, dtype=torch.int32, device=device)[:, None]
+    byte = 2 * torch.arange(ROW_BYTES // 2, dtype=torch.int32, device=device)
+    return (row * ROW_BYTES + ((byte // UNIT ^ row % 8) * UNIT) + byte % UNIT).flatten()
 
 
 _LOCK = Lock()
@@ -160,14 +162,15 @@ def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
         tiles = -(-w.shape[1] // (COLUMNS * config.split))
         return rounds * tiles * (config.warpgroups * room + 2 * config.tokens * ROW_BYTES)
 
-    return sorted(_fitting(*w.shape, call.m, room), key=copied)
+    return sorted(fitting(*w.shape, call.m, room), key=copied)
 
 
-def _fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
+def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
     tokens = next(t for t in TOKENS if t >= m)
     for warpgroups in WARPGROUPS:
         for split in SPLITS:
-            if split <= -(-k // COLUMNS) and warpgroups <= -(-n // ROWS):
+            fits = split <= -(-k // COLUMNS) and warpgroups <= -(-n // ROWS)
+            if fits and warpgroups * tokens <= MOST_SUMS:
                 for depth in DEPTHS:
                     config = Config(tokens, warpgroups, split, depth)
                     if config.shared_bytes(room) <= SHARED_BYTES:

@@ -68,10 +68,30 @@ struct Operand {
     return to_float(bits);
   }
 };
-struct Terms { float* d; int n; bool keep, registers; u32 words[16]; Operand a, b; };
+struct Terms {
+  float* d;
+  int n;
+  bool keep, registers;
+  u32 words[16];
+  Operand a, b;
+  bool sparse = false;
+};
 static std::map<Fiber*, std::vector<std::vector<Terms>>> terms;
 
+// A is 2:4 sparse. Lane 4 g + c has the codes of groups 4 c to 4 c + 3 of row g, then of row g + 8.
+static void add_sparse(const Terms& p) {
+  for (int i = 0; i < p.n / 2; i++) {
+    const int half = i / 2 % 2, row = now->thread / 32 % 4 * 16 + lane() / 4 + 8 * half;
+    const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    for (int group = 0; group < 8; group++)
+      for (int j = 0; j < 2; j++) {
+        const u32 position = p.words[group / 4] >> 16 * half + group % 4 * 4 + 2 * j & 3;
+        p.d[i] += p.a.at(row, 2 * group + j) * p.b.at(column, 4 * group + position);
+      }
+  }
+}
 static void add_now(const Terms& p) {
+  if (p.sparse) return add_sparse(p);
   float a[2][16];
   for (int r = 0; r < 2; r++)
     for (int k = 0; k < 16; k++) {
@@ -100,6 +120,14 @@ template <int N, int A_TRANS = 0, int B_TRANS = 0> struct WarpgroupProduct {
   }
   static void multiply(float* d, u64 a, u64 b, bool keep) {
     add(Terms{d, N, keep, false, {}, {a, A_TRANS}, {b, B_TRANS}});
+  }
+  static void multiply_sparse(float* d, u64 a, u64 b, u32 words) {
+    Terms p{d, N, true, false, {}, {a, false}, {b, false}, true};
+    warp()[lane()][0] = words;
+    warp_in_step();
+    for (int c = 0; c < 2; c++) p.words[c] = warp()[lane() / 4 * 4 + c][0];
+    warp_in_step();
+    add(p);
   }
 };
 #define Wgmma WarpgroupProduct
