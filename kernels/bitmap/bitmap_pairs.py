@@ -35,6 +35,7 @@ from sparsebench.results.record import Problem
 
 ROWS, COLUMNS, ROW_BYTES, GROUP = 64, 128, 128, 4
 LIST_STEP = 4  # elements of a list that a thread reads at a time
+BANKS = 32  # of shared memory, and lanes of a warp
 AT_ONCE = 2**18  # columns of W times tiles of 64 rows that are packed at a time
 TILE_BYTES = ROWS * ROW_BYTES
 HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
@@ -116,15 +117,42 @@ def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
     of_heads = starts[:, None] + torch.arange(HEAD_BYTES // UNIT, device=device)
     records[of_heads] = heads.unflatten(1, (-1, UNIT))
     tile, element = listed.nonzero(as_tuple=True)
-    words = _places(device)[element] << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
-    rank = listed.cumsum(-1)[listed] - 1
-    at, last = starts[tile] * LIST_STEP + HEAD_BYTES // 4 + rank, rank == counts[tile] - 1
-    target = records.view(-1).view(torch.int32)
-    target[at] = words
-    for more in range(1, LIST_STEP):  # the last element again, up to a whole step
-        again = last & (rank % LIST_STEP + more < LIST_STEP)
-        target[at[again] + more] = words[again]
+    places = _places(device)[element]
+    words = places << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
+    turn = _turns(tile, places)
+    tile, words, rank = tile[turn], words[turn], listed.cumsum(-1)[listed] - 1
+    target, of_list = records.view(-1).view(torch.int32), starts * LIST_STEP + HEAD_BYTES // 4
+    last = rank == counts[tile] - 1
+    for more in range(LIST_STEP):  # the last element again, up to a whole step
+        again = last & (rank % LIST_STEP + more < LIST_STEP) if more else slice(None)
+        its = tile[again]
+        at = _at(rank[again] + more, -(-counts[its] // LIST_STEP))
+        target[of_list[its] + at] = words[again]
     return units, records.flatten()
+
+
+def _turns(tile: Tensor, places: Tensor) -> Tensor:
+    """Return the order of the elements of all lists in which 32 neighbours lie in many banks.
+
+    Those that are first in their bank come first, bank by bank, then those that are second.
+    """
+    bank = tile * BANKS + (places >> 2) % BANKS
+    order = bank.argsort(stable=True)
+    ordered = bank[order]
+    rank = torch.empty_like(bank)
+    first = torch.searchsorted(ordered, ordered)
+    rank[order] = torch.arange(len(bank), device=bank.device) - first
+    return ((tile * ROWS * ROW_BYTES + rank) * BANKS + bank % BANKS).argsort()
+
+
+def _at(rank: Tensor, steps: Tensor) -> Tensor:
+    """Return the place in a list of `steps` steps of the element that is stored `rank`th.
+
+    A warp reads up to 32 steps, a lane one of them, and stores the lanes' first elements together.
+    """
+    warp, rank = rank // (BANKS * LIST_STEP), rank % (BANKS * LIST_STEP)
+    lanes = (steps - warp * BANKS).clamp(max=BANKS)
+    return warp * BANKS * LIST_STEP + rank % lanes * LIST_STEP + rank // lanes
 
 
 @cache
