@@ -96,6 +96,12 @@ __device__ __forceinline__ void multiply(float* d, u32 tile, u32 x, const uint4&
   Wgmma<TOKENS>::multiply_sparse(d, a + 6, b1 + 4, words.w);
   wgmma_commit();
 }
+__device__ __forceinline__ u32 opaque(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+// Keep metadata in its registers up to here: wgmma reads them while it runs, and ptxas would give
+// them to other values as soon as the instruction is issued.
 __device__ __forceinline__ void hold(const uint4& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -168,7 +174,8 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
   const int thread = threadIdx.x % 128;
   const u32 own = seconds + 2 * role * TILE_BYTES;
-  const uint4 constant{POSITIONS_0_AND_1, POSITIONS_0_AND_1, POSITIONS_0_AND_1, POSITIONS_0_AND_1};
+  const u32 positions = opaque(POSITIONS_0_AND_1);  // one register up to the last wait
+  const uint4 constant{positions, positions, positions, positions};
   int before = -1;
   for (int step = begin; step < end; step++) {
     const u32 second = own + (step - begin) % 2 * TILE_BYTES;
@@ -187,11 +194,12 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
     warpgroup_sync(role + 1);
     multiply(d, second, x_at, constant);
     wgmma_wait<1>();
-    hold(words);  // wgmma reads them while it runs
+    hold(words);
     before = ring.stage;
     ring.advance();
   }
   wgmma_wait<0>();
+  hold(constant);
 
   // ---- sums [tokens, features], in place of the stages, and Y ----
   consumers_sync();

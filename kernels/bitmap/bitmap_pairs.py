@@ -74,9 +74,9 @@ class Config:
 class Pairs:
     """W as the kernel reads it.
 
-    records  uint8 [bytes]        for each tile of 64 x 128, row by row of tiles: values and metadata
-                                  of the first matrix, list of the second
-    offsets  int32 [tiles + 1]    start of each record, in units of 16 bytes
+    records  uint8 [bytes]      of each tile of 64 x 128, row by row of tiles: values and metadata
+                                of the first matrix, list of the second
+    offsets  int32 [tiles + 1]  start of each record, in units of 16 bytes
     room     bytes of the longest record, rounded up to whole KiB
     """
 
@@ -107,7 +107,8 @@ def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
 
     def tiles(of_groups: Tensor) -> Tensor:  # [rows, groups, 2] -> [tiles, elements of one]
         cut = of_groups.unflatten(0, (-1, ROWS)).unflatten(2, (-1, COLUMNS // GROUP))
-        return cut.transpose(1, 2).flatten(0, 1).flatten(1)
+        by_tile: Tensor = cut.transpose(1, 2).flatten(0, 1).flatten(1)
+        return by_tile
 
     listed, device = tiles(beyond), dense.device
     counts = listed.sum(-1)
@@ -157,7 +158,7 @@ def _at(rank: Tensor, steps: Tensor) -> Tensor:
 
 @cache
 def _places(device: torch.device) -> Tensor:
-    """Return int32 [64 x 64], the byte of each element of the second matrix in its swizzled tile."""
+    """Return int32 [64 x 64], the byte in its swizzled tile of each element of the second."""
     row = torch.arange(ROWS, dtype=torch.int32, device=device)[:, None]
     byte = 2 * torch.arange(ROW_BYTES // 2, dtype=torch.int32, device=device)
     return (row * ROW_BYTES + ((byte // UNIT ^ row % 8) * UNIT) + byte % UNIT).flatten()
@@ -219,7 +220,8 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
     constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
     kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
-    loaded = kernel.on(-(-row_tiles // config.warpgroups) * config.split, 128 * config.warpgroups + 32)
+    ctas = -(-row_tiles // config.warpgroups) * config.split
+    loaded = kernel.on(ctas, 128 * config.warpgroups + 32)
     weights = pairs.records.data_ptr(), pairs.offsets.data_ptr(), row_tiles, tiles
 
     @lru_cache(cuda.ADDRESSES)

@@ -5,6 +5,7 @@ warpgroup_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 """
 
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,15 @@ def unpacked(pairs: bitmap_pairs.Pairs, n: int, k: int) -> Tensor:
     down, across = -(-n // 64), -(-k // 128)
     whole = torch.zeros(down * 64, across * 128, dtype=torch.int16)
     bounds = (pairs.offsets * 16).tolist()
-    places = {place: i for i, place in enumerate(bitmap_pairs._places(torch.device("cpu")).tolist())}
-    for tile, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    places = bitmap_pairs._places(torch.device("cpu")).tolist()
+    for tile, (start, end) in enumerate(pairwise(bounds)):
         record = pairs.records[start:end]
         row, column = tile // across * 64, tile % across * 128
         head, none = record[None, None, :9216], torch.empty(0, 1, 16384, dtype=torch.uint8)
         first = Spense((64, 128), BF16, (64, 128), head, none).to_dense().view(torch.int16)
         second = torch.zeros(64 * 64, dtype=torch.int16)
         for word in record[9216:].view(torch.int32).tolist():
-            second[places[word >> 16]] = (word & 0xFFFF ^ 0x8000) - 0x8000
+            second[places.index(word >> 16)] = (word & 0xFFFF ^ 0x8000) - 0x8000
         groups = first.view(64, 32, 4)[..., :2]
         listed = second.view(64, 32, 2)
         assert not has_value(groups[listed != 0]).any()
