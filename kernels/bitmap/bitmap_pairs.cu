@@ -11,23 +11,24 @@
 //   second matrix are filled. It is stored as a list: value and place. Threads write the list
 //   into zeros in shared memory.
 //
-//   A record is a tile of 64 x 128:  | values, 8 KiB | metadata, 1 KiB | list, 4 bytes each |
-//   Rows of values have 128 bytes and are swizzled, metadata is in the order of registers
-//   (formats/spense.py). A place is a byte of the swizzled second tile.
+//   A tile of W is 64 x 128: a head of 9 KiB, the first matrix as in formats/spense.py (rows of 128
+//   bytes, swizzled, and metadata in the order of registers), and a list of 4 bytes for each
+//   element. A place is a byte of the swizzled second tile.
 //
-//   A CTA has 64 WARPGROUPS features and one of SPLIT parts of k. A ring of DEPTH holds the two
-//   boxes of X of a tile (64 columns each) and a record for each warpgroup.
+//   A CTA has 64 WARPGROUPS features and one of SPLIT parts of k. A stage of its ring has a tile of
+//   each warpgroup and the two boxes of X for it, 64 columns each.
 //
-//        producer    X by TMA, records by bulk copies ----> stage
-//        warpgroup   first . X ------------------------> sums, while it
-//                    clears one second tile, and fills the other from the list
-//                    second . X -----------------------> sums
+//        warp 0 of the producers    X by TMA, heads by bulk copies --+--> stage
+//        warp 1                     bounds of lists --> lists -------+
+//        a warpgroup    first . X, second . X     in flight, while it
+//                       fills the next second tile from its list. Then it clears this one.
 //
-//   The CTAs of a cluster share the k of the same features. At the end each leaves its sums in
-//   shared memory, and adds up a part of the tokens, always in the same order.
+//   Heads need no bounds, so that the first copies start at once. The CTAs of a cluster share the k
+//   of the same features. At the end each leaves its sums in shared memory, and adds up a part of
+//   the tokens, always in the same order.
 //
 // Macros from bitmap_pairs.py: TOKENS (of X, padded to the width of wgmma), WARPGROUPS, SPLIT,
-// DEPTH, FP16=0|1 (0 is bf16).
+// DEPTH (stages), FP16=0|1 (0 is bf16).
 
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -37,11 +38,12 @@ using u16 = unsigned short;
 constexpr int ROWS = 64, COLUMNS = 128, ROW_BYTES = 128;
 constexpr int TILE_BYTES = ROWS * ROW_BYTES, HEAD_BYTES = TILE_BYTES + 1024;
 constexpr int X_BOX = TOKENS * ROW_BYTES, X_BYTES = 2 * X_BOX;
-constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 32;
+constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 64;
 constexpr int FEATURES = ROWS * WARPGROUPS, PITCH = FEATURES + 4;  // of sums, in floats
 constexpr u32 POSITIONS_0_AND_1 = 0x44444444;
 
-struct Weights { const char* records; const int* offsets; int row_tiles, tiles; };
+// `row_tiles` x `tiles` tiles; bounds of lists in units of 16 bytes.
+struct Weights { const char *heads, *lists; const int* bounds; int row_tiles, tiles; };
 
 __device__ __forceinline__ uint4 load_128(u32 address) {
   uint4 v;
@@ -89,22 +91,78 @@ __device__ __forceinline__ void fill(u32 tile, u32 list, u32 end) {
 }
 __device__ __forceinline__ void multiply(float* d, u32 tile, u32 x, const uint4& words) {
   const u64 a = smem_descriptor(tile), b0 = smem_descriptor(x), b1 = smem_descriptor(x + X_BOX);
-  wgmma_fence();
   Wgmma<TOKENS>::multiply_sparse(d, a, b0, words.x);
   Wgmma<TOKENS>::multiply_sparse(d, a + 2, b0 + 4, words.y);
   Wgmma<TOKENS>::multiply_sparse(d, a + 4, b1, words.z);
   Wgmma<TOKENS>::multiply_sparse(d, a + 6, b1 + 4, words.w);
-  wgmma_commit();
 }
 __device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-// Keep metadata in its registers up to here: wgmma reads them while it runs, and ptxas would give
-// them to other values as soon as the instruction is issued.
 __device__ __forceinline__ void hold(const uint4& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
+
+// ---- the producers ----
+
+struct Part { int group, begin, end; };  // rows of tiles of a CTA, and its steps along k
+
+__device__ __forceinline__ u64 tile_of(const Weights& w, const Part& part, int warpgroup, int step) {
+  // Past the last row of tiles, two warpgroups compute and write the same.
+  return (u64)min(part.group * WARPGROUPS + warpgroup, w.row_tiles - 1) * w.tiles + step;
+}
+// One thread.
+__device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w, const Part& part,
+                                           Ring<DEPTH> ring, u32 stages, int stage_bytes, int m) {
+  for (int step = part.begin; step < part.end; step++, ring.advance()) {
+    const u32 stage = stages + ring.stage * stage_bytes, full = ring.full_barrier();
+    ring.producer_acquire();
+    mbarrier_arrive_expect_tx(full, 2 * m * ROW_BYTES + WARPGROUPS * HEAD_BYTES);
+    for (int g = 0; g < WARPGROUPS; g++)
+      bulk_load(stage + X_BYTES + g * HEAD_BYTES, w.heads + tile_of(w, part, g, step) * HEAD_BYTES,
+                HEAD_BYTES, full);
+    tma_load(stage, &x, step * COLUMNS, 0, full);
+    tma_load(stage + X_BOX, &x, step * COLUMNS + COLUMNS / 2, 0, full);
+  }
+}
+// A warp: its lanes read the bounds of 32 steps at a time. Writes the bytes of each list to `sizes`.
+__device__ __forceinline__ void load_lists(const Weights& w, const Part& part, Ring<DEPTH> ring,
+                                           u32 stages, int stage_bytes, int room, u32 sizes) {
+  const int lane = threadIdx.x % 32;
+  int from[WARPGROUPS], to[WARPGROUPS];  // of the step of this lane
+  for (int step = part.begin; step < part.end; step++, ring.advance()) {
+    const int turn = (step - part.begin) % 32;
+    if (turn == 0)
+      #pragma unroll
+      for (int g = 0; g < WARPGROUPS; g++) {
+        const int* at = w.bounds + tile_of(w, part, g, min(step + lane, part.end - 1));
+        from[g] = at[0], to[g] = at[1];
+      }
+    int first[WARPGROUPS], bytes[WARPGROUPS], total = 0;
+    #pragma unroll
+    for (int g = 0; g < WARPGROUPS; g++) {
+      first[g] = __shfl_sync(~0u, from[g], turn);
+      bytes[g] = (__shfl_sync(~0u, to[g], turn) - first[g]) * 16;
+      total += bytes[g];
+    }
+    ring.producer_acquire();
+    if (lane == 0) {
+      const u32 stage = stages + ring.stage * stage_bytes + X_BYTES + WARPGROUPS * HEAD_BYTES;
+      #pragma unroll
+      for (int g = 0; g < WARPGROUPS; g++)
+        store_32(sizes + (ring.stage * WARPGROUPS + g) * 4, bytes[g]);
+      mbarrier_arrive_expect_tx(ring.full_barrier(), total);
+      #pragma unroll
+      for (int g = 0; g < WARPGROUPS; g++)
+        if (bytes[g])
+          bulk_load(stage + g * room, w.lists + (u64)first[g] * 16, bytes[g], ring.full_barrier());
+    }
+    __syncwarp();
+  }
+}
+
+// ---- the kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLIT > 1
@@ -114,16 +172,16 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
                int n, int room) {
   extern __shared__ char shared[];
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;
-  const int stage_bytes = X_BYTES + WARPGROUPS * room;
+  const int stage_bytes = (X_BYTES + WARPGROUPS * (HEAD_BYTES + room) + 1023) & ~1023;
   const u32 seconds = stages + DEPTH * stage_bytes;  // two tiles for each warpgroup
-  const u32 barriers = seconds + WARPGROUPS * 2 * TILE_BYTES, ends = barriers + 16 * DEPTH;
-  const int group = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
-  const int begin = w.tiles * part / SPLIT, end = w.tiles * (part + 1) / SPLIT;
+  const u32 barriers = seconds + WARPGROUPS * 2 * TILE_BYTES, sizes = barriers + 16 * DEPTH;
+  const int group = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT;
+  const Part part{group, w.tiles * rank / SPLIT, w.tiles * (rank + 1) / SPLIT};
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
   const bool producer = role == WARPGROUPS;
   Ring<DEPTH> ring{barriers, barriers + 8 * DEPTH, 0, producer};
   if (threadIdx.x == 0) {
-    ring.init_barriers(1, 4 * WARPGROUPS);
+    ring.init_barriers(2, 4 * WARPGROUPS);
     fence_mbarrier_init();
   }
   if (!producer)
@@ -131,40 +189,9 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   __syncthreads();
 
   if (producer) {
-    int from[WARPGROUPS], to[WARPGROUPS];  // of the step of this lane
-    for (int step = begin; step < end; step++) {
-      const int turn = (step - begin) % 32;
-      if (turn == 0)
-        #pragma unroll
-        for (int g = 0; g < WARPGROUPS; g++) {
-          const int row = min(group * WARPGROUPS + g, w.row_tiles - 1);
-          const int* at = w.offsets + (u64)row * w.tiles + min(step + lane, end - 1);
-          from[g] = at[0], to[g] = at[1];
-        }
-      ring.producer_acquire();
-      const u32 stage = stages + ring.stage * stage_bytes;
-      int total = 2 * m * ROW_BYTES, first[WARPGROUPS], bytes[WARPGROUPS];
-      #pragma unroll
-      for (int g = 0; g < WARPGROUPS; g++) {
-        first[g] = __shfl_sync(~0u, from[g], turn);
-        bytes[g] = (__shfl_sync(~0u, to[g], turn) - first[g]) * 16;
-        total += bytes[g];
-      }
-      if (lane == 0) {
-        #pragma unroll
-        for (int g = 0; g < WARPGROUPS; g++)
-          store_32(ends + (ring.stage * WARPGROUPS + g) * 4, bytes[g]);
-        mbarrier_arrive_expect_tx(ring.full_barrier(), total);
-        #pragma unroll
-        for (int g = 0; g < WARPGROUPS; g++)
-          bulk_load(stage + X_BYTES + g * room, w.records + (u64)first[g] * 16, bytes[g],
-                    ring.full_barrier());
-        tma_load(stage, &x, step * COLUMNS, 0, ring.full_barrier());
-        tma_load(stage + X_BOX, &x, step * COLUMNS + COLUMNS / 2, 0, ring.full_barrier());
-      }
-      __syncwarp();
-      ring.advance();
-    }
+    if (threadIdx.x / 32 % 4 == 1) load_lists(w, part, ring, stages, stage_bytes, room, sizes);
+    else if (lane == 0) load_heads(x, w, part, ring, stages, stage_bytes, m);
+    __syncwarp();
     if (SPLIT > 1) cluster_sync(), cluster_sync();
     return;
   }
@@ -173,33 +200,36 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
   const int thread = threadIdx.x % 128;
-  const u32 own = seconds + 2 * role * TILE_BYTES;
-  const u32 positions = opaque(POSITIONS_0_AND_1);  // one register up to the last wait
+  const u32 own = seconds + 2 * role * TILE_BYTES, positions = opaque(POSITIONS_0_AND_1);
   const uint4 constant{positions, positions, positions, positions};
-  int before = -1;
-  for (int step = begin; step < end; step++) {
-    const u32 second = own + (step - begin) % 2 * TILE_BYTES;
+  // Wait for a stage, and fill a second tile from its list.
+  const auto fill_next = [&](u32 second) {
     ring.consumer_wait();
-    const u32 x_at = stages + ring.stage * stage_bytes, record = x_at + X_BYTES + role * room;
-    const uint4 words = load_128(record + TILE_BYTES + 16 * (thread / 4 * 2 + thread % 2));
-    multiply(d, record, x_at, words);
-    wgmma_wait<1>();  // the second product of the step before is done
-    if (before >= 0) {
-      if (lane == 0) mbarrier_arrive(ring.empty_barrier(before));
-      clear(own + (step - begin + 1) % 2 * TILE_BYTES);
-    }
-    const u32 bytes = load_32(ends + (ring.stage * WARPGROUPS + role) * 4);
-    fill(second, record + HEAD_BYTES, record + bytes);
+    const u32 lists = stages + ring.stage * stage_bytes + X_BYTES + WARPGROUPS * HEAD_BYTES;
+    const u32 list = lists + role * room;
+    fill(second, list, list + load_32(sizes + (ring.stage * WARPGROUPS + role) * 4));
+  };
+  fill_next(own);
+  fence_proxy_async();
+  warpgroup_sync(role + 1);
+  for (int step = part.begin; step < part.end; step++) {
+    const u32 second = own + (step - part.begin) % 2 * TILE_BYTES;
+    const u32 x_at = stages + ring.stage * stage_bytes, head = x_at + X_BYTES + role * HEAD_BYTES;
+    const uint4 words = load_128(head + TILE_BYTES + 16 * (thread / 4 * 2 + thread % 2));
+    wgmma_fence();
+    multiply(d, head, x_at, words);
+    multiply(d, second, x_at, constant);
+    wgmma_commit();
+    const u32 empty = ring.empty_barrier();
+    ring.advance();
+    if (step + 1 < part.end) fill_next(own + (step - part.begin + 1) % 2 * TILE_BYTES);
+    wgmma_wait<0>();
+    hold(words), hold(constant);
+    if (lane == 0) mbarrier_arrive(empty);
+    clear(second);
     fence_proxy_async();
     warpgroup_sync(role + 1);
-    multiply(d, second, x_at, constant);
-    wgmma_wait<1>();
-    hold(words);
-    before = ring.stage;
-    ring.advance();
   }
-  wgmma_wait<0>();
-  hold(constant);
 
   // ---- sums [tokens, features], in place of the stages, and Y ----
   consumers_sync();
@@ -214,7 +244,7 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   consumers_sync();
   if (SPLIT > 1) cluster_sync();
   const int feature = threadIdx.x % FEATURES, column = group * FEATURES + feature;
-  for (int token = threadIdx.x / FEATURES * SPLIT + part; token < m; token += 2 * SPLIT) {
+  for (int token = threadIdx.x / FEATURES * SPLIT + rank; token < m; token += 2 * SPLIT) {
     float sum = 0;
     #pragma unroll
     for (int cta = 0; cta < SPLIT; cta++)

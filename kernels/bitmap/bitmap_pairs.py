@@ -62,8 +62,9 @@ class Config:
     depth: int
 
     def shared_bytes(self, room: int) -> int:
-        """Return the bytes of shared memory; `room` is those of a record, in whole KiB."""
-        stage = 2 * self.tokens * ROW_BYTES + self.warpgroups * room
+        """Return the bytes of shared memory; `room` is those of the longest list."""
+        stage = 2 * self.tokens * ROW_BYTES + self.warpgroups * (HEAD_BYTES + room)
+        stage = -(-stage // 1024) * 1024
         seconds = self.warpgroups * 2 * TILE_BYTES
         barriers = self.depth * (16 + 4 * self.warpgroups)
         sums = self.tokens * (ROWS * self.warpgroups + 4) * 4
@@ -74,28 +75,33 @@ class Config:
 class Pairs:
     """W as the kernel reads it.
 
-    records  uint8 [bytes]      of each tile of 64 x 128, row by row of tiles: values and metadata
-                                of the first matrix, list of the second
-    offsets  int32 [tiles + 1]  start of each record, in units of 16 bytes
-    room     bytes of the longest record, rounded up to whole KiB
+    heads   uint8 [row tiles, tiles of a row, 9216]  the first matrix, as in formats/spense.py
+    lists   uint8 [bytes]                            the second: place << 16 | value, 4 bytes each
+    bounds  int32 [tiles + 1]                        start of each list, in units of 16 bytes
+    room    bytes of the longest list
     """
 
-    records: Tensor
-    offsets: Tensor
+    heads: Tensor
+    lists: Tensor
+    bounds: Tensor
     room: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of all arrays."""
+        return self.heads.numel() + self.lists.numel() + 4 * self.bounds.numel()
 
 
 def packed(dense: Tensor) -> Pairs:
     """Pack a matrix [n, k] of 16 bits."""
-    parts = [_records(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
-    units = torch.cat([torch.zeros(1, device=dense.device).long(), *(u for u, _ in parts)])
-    records = torch.cat([records for _, records in parts])
-    longest = int(units.amax()) * UNIT
-    return Pairs(records, units.cumsum(0).int(), -(-longest // 1024) * 1024)
+    parts = [_packed(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
+    heads, lists, units = (torch.cat(each) for each in zip(*parts, strict=True))
+    bounds = pad(units.cumsum(0), (1, 0)).int()
+    return Pairs(heads, lists, bounds, int(units.amax()) * UNIT)
 
 
-def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sizes int64 [tiles] of the records in UNITs, and the records."""
+def _packed(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads, the lists, and the size of each list in UNITs."""
     bits = pad(dense.view(BITS[2]), (0, -dense.shape[1] % COLUMNS, 0, -len(dense) % ROWS))
     groups = bits.unflatten(1, (-1, GROUP))
     stored = has_value(groups)
@@ -103,7 +109,7 @@ def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
     beyond = torch.stack((zeroth & (count > 2), (count > 2) & ~zeroth | (count == 4)), -1)
     first = groups.clone()
     first[..., :2].masked_fill_(beyond, 0)
-    heads = Spense.from_dense(first.flatten(1).view(dense.dtype)).sparse.flatten(0, 1)
+    heads = Spense.from_dense(first.flatten(1).view(dense.dtype)).sparse
 
     def tiles(of_groups: Tensor) -> Tensor:  # [rows, groups, 2] -> [tiles, elements of one]
         cut = of_groups.unflatten(0, (-1, ROWS)).unflatten(2, (-1, COLUMNS // GROUP))
@@ -112,24 +118,20 @@ def _records(dense: Tensor) -> tuple[Tensor, Tensor]:
 
     listed, device = tiles(beyond), dense.device
     counts = listed.sum(-1)
-    units = HEAD_BYTES // UNIT + -(-counts // LIST_STEP)
-    starts = units.cumsum(0) - units
-    records = torch.zeros(int(units.sum()), UNIT, dtype=torch.uint8, device=device)
-    of_heads = starts[:, None] + torch.arange(HEAD_BYTES // UNIT, device=device)
-    records[of_heads] = heads.unflatten(1, (-1, UNIT))
+    units = -(-counts // LIST_STEP)
+    of_list = (units.cumsum(0) - units) * LIST_STEP
+    lists = torch.zeros(int(units.sum()) * LIST_STEP, dtype=torch.int32, device=device)
     tile, element = listed.nonzero(as_tuple=True)
     places = _places(device)[element]
     words = places << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
     turn = _turns(tile, places)
     tile, words, rank = tile[turn], words[turn], listed.cumsum(-1)[listed] - 1
-    target, of_list = records.view(-1).view(torch.int32), starts * LIST_STEP + HEAD_BYTES // 4
     last = rank == counts[tile] - 1
     for more in range(LIST_STEP):  # the last element again, up to a whole step
         again = last & (rank % LIST_STEP + more < LIST_STEP) if more else slice(None)
         its = tile[again]
-        at = _at(rank[again] + more, -(-counts[its] // LIST_STEP))
-        target[of_list[its] + at] = words[again]
-    return units, records.flatten()
+        lists[of_list[its] + _at(rank[again] + more, units[its])] = words[again]
+    return heads, lists.view(torch.uint8), units
 
 
 def _turns(tile: Tensor, places: Tensor) -> Tensor:
@@ -189,7 +191,8 @@ def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
         groups = -(-w.shape[0] // (ROWS * config.warpgroups))
         rounds = -(-groups // max(at_once[config.split], 1))
         tiles = -(-w.shape[1] // (COLUMNS * config.split))
-        return rounds * tiles * (config.warpgroups * room + 2 * config.tokens * ROW_BYTES)
+        of_w = config.warpgroups * (HEAD_BYTES + room)
+        return rounds * tiles * (of_w + 2 * config.tokens * ROW_BYTES)
 
     return sorted(fitting(*w.shape, call.m, room), key=copied)
 
@@ -221,8 +224,9 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
     kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
     ctas = -(-row_tiles // config.warpgroups) * config.split
-    loaded = kernel.on(ctas, 128 * config.warpgroups + 32)
-    weights = pairs.records.data_ptr(), pairs.offsets.data_ptr(), row_tiles, tiles
+    loaded = kernel.on(ctas, 128 * config.warpgroups + 64)
+    arrays = pairs.heads, pairs.lists, pairs.bounds
+    weights = *(a.data_ptr() for a in arrays), row_tiles, tiles
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(m: int, x: int, stride: int, y: int) -> cuda.Arguments:
