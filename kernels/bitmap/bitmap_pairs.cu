@@ -15,20 +15,22 @@
 //   bytes, swizzled, and metadata in the order of registers), and a list of 4 bytes for each
 //   element. A place is a byte of the swizzled second tile.
 //
-//   A CTA has 64 WARPGROUPS features and one of SPLIT parts of k. A stage of its ring has a tile of
-//   each warpgroup and the two boxes of X for it, 64 columns each.
+//   A CTA has HEIGHT rows of tiles and one of SPLIT parts of k. A stage of its ring has a tile of
+//   each row and the two boxes of X for them, 64 columns each. HEIGHT warpgroups multiply it; with
+//   TURNS = 2 others multiply the next.
 //
 //        warp 0 of the producers    X by TMA, heads by bulk copies --+--> stage
 //        warp 1                     bounds of lists --> lists -------+
 //        a warpgroup    first . X, second . X     in flight, while it
 //                       fills the next second tile from its list. Then it clears this one.
 //
-//   Heads need no bounds, so that the first copies start at once. The CTAs of a cluster share the k
-//   of the same features. At the end each leaves its sums in shared memory, and adds up a part of
-//   the tokens, always in the same order.
+//   With TURNS = 2 a warpgroup has one second tile, which it fills before. Heads need no bounds, so
+//   that the first copies start at once. The CTAs of a cluster share the k of the same features. At
+//   the end each leaves its sums in shared memory, and adds up a part of the tokens, always in the
+//   same order.
 //
-// Macros from bitmap_pairs.py: TOKENS (of X, padded to the width of wgmma), WARPGROUPS, SPLIT,
-// DEPTH (stages), FP16=0|1 (0 is bf16).
+// Macros from bitmap_pairs.py: TOKENS (of X, padded to the width of wgmma), HEIGHT, TURNS=1|2,
+// SPLIT, DEPTH (stages), FP16=0|1 (0 is bf16).
 
 #include "ring.cuh"
 #include "wgmma.cuh"
@@ -38,9 +40,14 @@ using u16 = unsigned short;
 constexpr int ROWS = 64, COLUMNS = 128, ROW_BYTES = 128;
 constexpr int TILE_BYTES = ROWS * ROW_BYTES, HEAD_BYTES = TILE_BYTES + 1024;
 constexpr int X_BOX = TOKENS * ROW_BYTES, X_BYTES = 2 * X_BOX;
-constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 64;
-constexpr int FEATURES = ROWS * WARPGROUPS, PITCH = FEATURES + 4;  // of sums, in floats
+constexpr int WARPGROUPS = HEIGHT * TURNS, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 64;
+constexpr int FEATURES = ROWS * HEIGHT, PITCH = FEATURES + 4;  // of sums, in floats
+constexpr int SUMS_BYTES = TOKENS * PITCH * 4;
+constexpr int SECONDS = TURNS == 1 ? 2 : 1;  // tiles of a warpgroup
 constexpr u32 POSITIONS_0_AND_1 = 0x44444444;
+
+// A barrier tells two phases apart, so a warpgroup must use a stage every time it is full.
+static_assert(DEPTH % TURNS == 0);
 
 // `row_tiles` x `tiles` tiles; bounds of lists in units of 16 bytes.
 struct Weights { const char *heads, *lists; const int* bounds; int row_tiles, tiles; };
@@ -110,7 +117,7 @@ struct Part { int group, begin, end; };  // rows of tiles of a CTA, and its step
 
 __device__ __forceinline__ u64 tile_of(const Weights& w, const Part& part, int warpgroup, int step) {
   // Past the last row of tiles, two warpgroups compute and write the same.
-  return (u64)min(part.group * WARPGROUPS + warpgroup, w.row_tiles - 1) * w.tiles + step;
+  return (u64)min(part.group * HEIGHT + warpgroup, w.row_tiles - 1) * w.tiles + step;
 }
 // One thread.
 __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w, const Part& part,
@@ -118,8 +125,8 @@ __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w,
   for (int step = part.begin; step < part.end; step++, ring.advance()) {
     const u32 stage = stages + ring.stage * stage_bytes, full = ring.full_barrier();
     ring.producer_acquire();
-    mbarrier_arrive_expect_tx(full, 2 * m * ROW_BYTES + WARPGROUPS * HEAD_BYTES);
-    for (int g = 0; g < WARPGROUPS; g++)
+    mbarrier_arrive_expect_tx(full, 2 * m * ROW_BYTES + HEIGHT * HEAD_BYTES);
+    for (int g = 0; g < HEIGHT; g++)
       bulk_load(stage + X_BYTES + g * HEAD_BYTES, w.heads + tile_of(w, part, g, step) * HEAD_BYTES,
                 HEAD_BYTES, full);
     tma_load(stage, &x, step * COLUMNS, 0, full);
@@ -130,31 +137,31 @@ __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w,
 __device__ __forceinline__ void load_lists(const Weights& w, const Part& part, Ring<DEPTH> ring,
                                            u32 stages, int stage_bytes, int room, u32 sizes) {
   const int lane = threadIdx.x % 32;
-  int from[WARPGROUPS], to[WARPGROUPS];  // of the step of this lane
+  int from[HEIGHT], to[HEIGHT];  // of the step of this lane
   for (int step = part.begin; step < part.end; step++, ring.advance()) {
     const int turn = (step - part.begin) % 32;
     if (turn == 0)
       #pragma unroll
-      for (int g = 0; g < WARPGROUPS; g++) {
+      for (int g = 0; g < HEIGHT; g++) {
         const int* at = w.bounds + tile_of(w, part, g, min(step + lane, part.end - 1));
         from[g] = at[0], to[g] = at[1];
       }
-    int first[WARPGROUPS], bytes[WARPGROUPS], total = 0;
+    int first[HEIGHT], bytes[HEIGHT], total = 0;
     #pragma unroll
-    for (int g = 0; g < WARPGROUPS; g++) {
+    for (int g = 0; g < HEIGHT; g++) {
       first[g] = __shfl_sync(~0u, from[g], turn);
       bytes[g] = (__shfl_sync(~0u, to[g], turn) - first[g]) * 16;
       total += bytes[g];
     }
     ring.producer_acquire();
     if (lane == 0) {
-      const u32 stage = stages + ring.stage * stage_bytes + X_BYTES + WARPGROUPS * HEAD_BYTES;
+      const u32 stage = stages + ring.stage * stage_bytes + X_BYTES + HEIGHT * HEAD_BYTES;
       #pragma unroll
-      for (int g = 0; g < WARPGROUPS; g++)
-        store_32(sizes + (ring.stage * WARPGROUPS + g) * 4, bytes[g]);
+      for (int g = 0; g < HEIGHT; g++)
+        store_32(sizes + (ring.stage * HEIGHT + g) * 4, bytes[g]);
       mbarrier_arrive_expect_tx(ring.full_barrier(), total);
       #pragma unroll
-      for (int g = 0; g < WARPGROUPS; g++)
+      for (int g = 0; g < HEIGHT; g++)
         if (bytes[g])
           bulk_load(stage + g * room, w.lists + (u64)first[g] * 16, bytes[g], ring.full_barrier());
     }
@@ -172,20 +179,21 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
                int n, int room) {
   extern __shared__ char shared[];
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;
-  const int stage_bytes = (X_BYTES + WARPGROUPS * (HEAD_BYTES + room) + 1023) & ~1023;
-  const u32 seconds = stages + DEPTH * stage_bytes;  // two tiles for each warpgroup
-  const u32 barriers = seconds + WARPGROUPS * 2 * TILE_BYTES, sizes = barriers + 16 * DEPTH;
+  const int stage_bytes = (X_BYTES + HEIGHT * (HEAD_BYTES + room) + 1023) & ~1023;
+  const u32 seconds = stages + DEPTH * stage_bytes;
+  const u32 barriers = seconds + WARPGROUPS * SECONDS * TILE_BYTES, sizes = barriers + 16 * DEPTH;
   const int group = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT;
   const Part part{group, w.tiles * rank / SPLIT, w.tiles * (rank + 1) / SPLIT};
   const int role = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
   const bool producer = role == WARPGROUPS;
   Ring<DEPTH> ring{barriers, barriers + 8 * DEPTH, 0, producer};
   if (threadIdx.x == 0) {
-    ring.init_barriers(2, 4 * WARPGROUPS);
+    ring.init_barriers(2, 4 * HEIGHT);
     fence_mbarrier_init();
   }
+  const u32 own = seconds + role * SECONDS * TILE_BYTES;
   if (!producer)
-    for (int i = 0; i < 2; i++) clear(seconds + (2 * role + i) * TILE_BYTES);
+    for (int i = 0; i < SECONDS; i++) clear(own + i * TILE_BYTES);
   __syncthreads();
 
   if (producer) {
@@ -199,36 +207,41 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   float d[TOKENS / 2];
   #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) d[i] = 0.f;
-  const int thread = threadIdx.x % 128;
-  const u32 own = seconds + 2 * role * TILE_BYTES, positions = opaque(POSITIONS_0_AND_1);
+  const int thread = threadIdx.x % 128, row = role % HEIGHT, turn = role / HEIGHT;
+  const u32 positions = opaque(POSITIONS_0_AND_1);
   const uint4 constant{positions, positions, positions, positions};
   // Wait for a stage, and fill a second tile from its list.
-  const auto fill_next = [&](u32 second) {
+  const auto fill_from_stage = [&](u32 second) {
     ring.consumer_wait();
-    const u32 lists = stages + ring.stage * stage_bytes + X_BYTES + WARPGROUPS * HEAD_BYTES;
-    const u32 list = lists + role * room;
-    fill(second, list, list + load_32(sizes + (ring.stage * WARPGROUPS + role) * 4));
+    const u32 lists = stages + ring.stage * stage_bytes + X_BYTES + HEIGHT * HEAD_BYTES;
+    const u32 list = lists + row * room;
+    fill(second, list, list + load_32(sizes + (ring.stage * HEIGHT + row) * 4));
   };
-  fill_next(own);
-  fence_proxy_async();
-  warpgroup_sync(role + 1);
-  for (int step = part.begin; step < part.end; step++) {
-    const u32 second = own + (step - part.begin) % 2 * TILE_BYTES;
-    const u32 x_at = stages + ring.stage * stage_bytes, head = x_at + X_BYTES + role * HEAD_BYTES;
+  const auto publish = [&] {  // to wgmma
+    fence_proxy_async();
+    warpgroup_sync(role + 1);
+  };
+  if (turn) ring.advance();
+  for (int step = part.begin + turn, i = 0; step < part.end; step += TURNS, i++) {
+    const u32 second = own + i % SECONDS * TILE_BYTES;
+    if (TURNS > 1 || i == 0) {
+      fill_from_stage(second);
+      publish();
+    }
+    const u32 x_at = stages + ring.stage * stage_bytes, head = x_at + X_BYTES + row * HEAD_BYTES;
     const uint4 words = load_128(head + TILE_BYTES + 16 * (thread / 4 * 2 + thread % 2));
     wgmma_fence();
     multiply(d, head, x_at, words);
     multiply(d, second, x_at, constant);
     wgmma_commit();
     const u32 empty = ring.empty_barrier();
-    ring.advance();
-    if (step + 1 < part.end) fill_next(own + (step - part.begin + 1) % 2 * TILE_BYTES);
+    for (int t = 0; t < TURNS; t++) ring.advance();
+    if (TURNS == 1 && step + 1 < part.end) fill_from_stage(own + (i + 1) % SECONDS * TILE_BYTES);
     wgmma_wait<0>();
     hold(words), hold(constant);
     if (lane == 0) mbarrier_arrive(empty);
     clear(second);
-    fence_proxy_async();
-    warpgroup_sync(role + 1);
+    publish();
   }
 
   // ---- sums [tokens, features], in place of the stages, and Y ----
@@ -238,17 +251,19 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
     #pragma unroll
     for (int e = 0; e < 4; e++) {
       const int token = 8 * j + lane % 4 * 2 + e % 2;
-      const int feature = threadIdx.x / 32 * 16 + lane / 4 + e / 2 * 8;
-      store_32(stages + (token * PITCH + feature) * 4, __float_as_uint(d[4 * j + e]));
+      const int feature = row * ROWS + thread / 32 * 16 + lane / 4 + e / 2 * 8;
+      store_32(stages + turn * SUMS_BYTES + (token * PITCH + feature) * 4,
+               __float_as_uint(d[4 * j + e]));
     }
   consumers_sync();
   if (SPLIT > 1) cluster_sync();
   const int feature = threadIdx.x % FEATURES, column = group * FEATURES + feature;
-  for (int token = threadIdx.x / FEATURES * SPLIT + rank; token < m; token += 2 * SPLIT) {
+  for (int token = threadIdx.x / FEATURES * SPLIT + rank; token < m;
+       token += CONSUMERS / FEATURES * SPLIT) {
     float sum = 0;
     #pragma unroll
-    for (int cta = 0; cta < SPLIT; cta++)
-      sum += load_float_of(stages + (token * PITCH + feature) * 4, cta);
+    for (int i = 0; i < SPLIT * TURNS; i++)
+      sum += load_float_of(stages + i % TURNS * SUMS_BYTES + (token * PITCH + feature) * 4, i / TURNS);
     if (column < n) y[(u64)token * n + column] = (u16)pack_pair(sum, 0.f);
   }
   if (SPLIT > 1) cluster_sync();

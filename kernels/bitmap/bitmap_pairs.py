@@ -11,9 +11,10 @@ chooses a configuration and plans.
               at 50 % zeros and 0.023 at 70 %; W keeps its records beside them
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import islice, product
 from threading import Lock
 
 import torch
@@ -41,7 +42,7 @@ TILE_BYTES = ROWS * ROW_BYTES
 HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
 LEAST_TOKENS, MOST_TOKENS = 1, 128
 TOKENS = 16, 32, 48, 64, 96, 128
-WARPGROUPS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
+HEIGHTS, TURNS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
 SHARED_BYTES = 227 * 1024
 MOST_SUMS = 288  # tokens times warpgroups: more need more registers than there are
 
@@ -51,24 +52,34 @@ class Config:
     """One way to run the kernel.
 
     tokens      tokens of X, padded to one of TOKENS
-    warpgroups  of a CTA: rows of tiles that share X
+    height      rows of tiles of a CTA, which share X
+    turns       warpgroups of a row, which multiply tiles in turn: 1 or 2
     split       CTAs of a cluster, which divide k
-    depth       stages of the ring
+    depth       stages of the ring, a multiple of `turns`
     """
 
     tokens: int
-    warpgroups: int
+    height: int
+    turns: int
     split: int
     depth: int
 
+    @property
+    def warpgroups(self) -> int:
+        """Return the warpgroups of a CTA that multiply."""
+        return self.height * self.turns
+
+    def stage_bytes(self, room: int) -> int:
+        """Return the bytes of a stage; `room` is those of the longest list."""
+        stage = 2 * self.tokens * ROW_BYTES + self.height * (HEAD_BYTES + room)
+        return -(-stage // 1024) * 1024
+
     def shared_bytes(self, room: int) -> int:
         """Return the bytes of shared memory; `room` is those of the longest list."""
-        stage = 2 * self.tokens * ROW_BYTES + self.warpgroups * (HEAD_BYTES + room)
-        stage = -(-stage // 1024) * 1024
-        seconds = self.warpgroups * 2 * TILE_BYTES
-        barriers = self.depth * (16 + 4 * self.warpgroups)
-        sums = self.tokens * (ROWS * self.warpgroups + 4) * 4
-        return 1024 + max(self.depth * stage, sums) + seconds + barriers
+        seconds = self.warpgroups * (2 if self.turns == 1 else 1) * TILE_BYTES
+        barriers = self.depth * (16 + 4 * self.height)
+        sums = self.turns * self.tokens * (ROWS * self.height + 4) * 4
+        return 1024 + max(self.depth * self.stage_bytes(room), sums) + seconds + barriers
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,31 +194,37 @@ def pairs_of(w: Bitmap) -> Pairs:
 
 
 def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
-    """Return what fits; those whose slowest CTA copies the fewest bytes come first."""
+    """Return what fits, the likeliest first."""
     device, room = w.records.device, pairs_of(w).room
     at_once = {split: at_once_of(split, device) for split in SPLITS}
-
-    def copied(config: Config) -> int:
-        groups = -(-w.shape[0] // (ROWS * config.warpgroups))
-        rounds = -(-groups // max(at_once[config.split], 1))
-        tiles = -(-w.shape[1] // (COLUMNS * config.split))
-        of_w = config.warpgroups * (HEAD_BYTES + room)
-        return rounds * tiles * (of_w + 2 * config.tokens * ROW_BYTES)
-
-    return sorted(fitting(*w.shape, call.m, room), key=copied)
+    configs = fitting(*w.shape, call.m, room)
+    return sorted(configs, key=lambda config: _predicted_us(config, w.shape, room, at_once))
 
 
 def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
+    """Yield the configurations for m tokens, each with as many stages as fit."""
     tokens = next(t for t in TOKENS if t >= m)
-    for warpgroups in WARPGROUPS:
-        for split in SPLITS:
-            fits = split <= -(-k // COLUMNS) and warpgroups <= -(-n // ROWS)
-            if fits and warpgroups * tokens <= MOST_SUMS:
-                for depth in DEPTHS:
-                    config = Config(tokens, warpgroups, split, depth)
-                    if config.shared_bytes(room) <= SHARED_BYTES:
-                        yield config
-                        break
+    for height, turns, split in product(HEIGHTS, TURNS, SPLITS):
+        fits = split * turns <= -(-k // COLUMNS) and height <= -(-n // ROWS)
+        if fits and height * turns * tokens <= MOST_SUMS:
+            depths = (depth for depth in DEPTHS if depth % turns == 0)
+            configs = (Config(tokens, height, turns, split, depth) for depth in depths)
+            yield from islice((c for c in configs if c.shared_bytes(room) <= SHARED_BYTES), 1)
+
+
+def _predicted_us(
+    config: Config, shape: tuple[int, int], room: int, at_once: Mapping[int, int]
+) -> float:
+    """Return a model of the time without the launch, of 14336 x 4096 and 5120 x 13824 on an H200.
+
+    A round has a first copy and a store, 5 together. An SM copies 46 KB a microsecond, if the
+    stages after the one that it multiplies cover the 2.6 that a copy takes.
+    """
+    groups = -(-shape[0] // (ROWS * config.height))
+    rounds = -(-groups // max(at_once[config.split], 1))
+    steps = -(-shape[1] // (COLUMNS * config.split))
+    copy = config.stage_bytes(room) / 46e3
+    return rounds * (5 + steps * max(copy, 2.6 / (config.depth - 1)))
 
 
 def at_once_of(split: int, device: torch.device) -> int:
@@ -223,7 +240,7 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
     constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
     kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
-    ctas = -(-row_tiles // config.warpgroups) * config.split
+    ctas = -(-row_tiles // config.height) * config.split
     loaded = kernel.on(ctas, 128 * config.warpgroups + 64)
     arrays = pairs.heads, pairs.lists, pairs.bounds
     weights = *(a.data_ptr() for a in arrays), row_tiles, tiles
@@ -243,7 +260,7 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
 
 def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     return (
-        *(("TOKENS", config.tokens), ("WARPGROUPS", config.warpgroups)),
+        *(("TOKENS", config.tokens), ("HEIGHT", config.height), ("TURNS", config.turns)),
         *(("SPLIT", config.split), ("DEPTH", config.depth)),
         ("FP16", int(dtype == torch.float16)),
     )
