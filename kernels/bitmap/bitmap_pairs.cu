@@ -241,7 +241,8 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
     hold(words), hold(constant);
     if (lane == 0) mbarrier_arrive(empty);
     clear(second);
-    publish();
+    if (TURNS == 1) publish();
+    else warpgroup_sync(role + 1);  // published with what fills it next
   }
 
   // ---- sums [tokens, features], in place of the stages, and Y ----

@@ -50,6 +50,7 @@ SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
+PAIRS_TOKENS, PAIRS_BYTES = 64, 0.45
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
 
 
@@ -135,8 +136,8 @@ def derivative_of(w: Bitmap) -> Derivative:
 def pairs_are_faster(m: int, w: Bitmap) -> bool:
     """Return whether bitmap_pairs was faster than cuBLAS for a layer this large, on an H200."""
     (n, k), size = w.shape, w.dtype.itemsize
-    fits = bitmap_pairs.unsupported_call(w, UnstructuredCall("linear", m)) is None
-    return fits and n * k >= ELEMENTS and w.stored_bytes <= BYTES * n * k * size
+    fits = m <= PAIRS_TOKENS and not bitmap_pairs.unsupported_call(w, UnstructuredCall("linear", m))
+    return fits and n * k >= ELEMENTS and w.stored_bytes <= PAIRS_BYTES * n * k * size
 
 
 def bits_are_faster(m: int, w: Bitmap) -> bool:
