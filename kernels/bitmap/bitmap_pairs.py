@@ -55,7 +55,8 @@ class Config:
     height      rows of tiles of a CTA, which share X
     turns       warpgroups of a row, which multiply tiles in turn: 1 or 2
     split       CTAs of a cluster, which divide k
-    depth       stages of the ring, a multiple of `turns`
+    depth       stages of the ring, a multiple of `turns` and more
+    registers   whether wgmma reads the second matrix from registers, or from shared memory
     """
 
     tokens: int
@@ -63,6 +64,7 @@ class Config:
     turns: int
     split: int
     depth: int
+    registers: bool = True
 
     @property
     def warpgroups(self) -> int:
@@ -76,7 +78,8 @@ class Config:
 
     def shared_bytes(self, room: int) -> int:
         """Return the bytes of shared memory; `room` is those of the longest list."""
-        seconds = self.warpgroups * (2 if self.turns == 1 else 1) * TILE_BYTES
+        twice = self.turns == 1 and not self.registers
+        seconds = self.warpgroups * (1 + twice) * TILE_BYTES
         barriers = self.depth * (16 + 4 * self.height)
         sums = self.turns * self.tokens * (ROWS * self.height + 4) * 4
         return 1024 + max(self.depth * self.stage_bytes(room), sums) + seconds + barriers
@@ -204,11 +207,11 @@ def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
 def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
     """Yield the configurations for m tokens, each with as many stages as fit."""
     tokens = next(t for t in TOKENS if t >= m)
-    for height, turns, split in product(HEIGHTS, TURNS, SPLITS):
+    for height, turns, split, registers in product(HEIGHTS, TURNS, SPLITS, (True, False)):
         fits = split * turns <= -(-k // COLUMNS) and height <= -(-n // ROWS)
         if fits and height * turns * tokens <= MOST_SUMS:
-            depths = (depth for depth in DEPTHS if depth % turns == 0)
-            configs = (Config(tokens, height, turns, split, depth) for depth in depths)
+            depths = (d for d in DEPTHS if d % turns == 0 and d > turns)
+            configs = (Config(tokens, height, turns, split, d, registers) for d in depths)
             yield from islice((c for c in configs if c.shared_bytes(room) <= SHARED_BYTES), 1)
 
 
@@ -262,6 +265,7 @@ def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     return (
         *(("TOKENS", config.tokens), ("HEIGHT", config.height), ("TURNS", config.turns)),
         *(("SPLIT", config.split), ("DEPTH", config.depth)),
+        ("FROM_REGISTERS", int(config.registers)),
         ("FP16", int(dtype == torch.float16)),
     )
 

@@ -5,6 +5,7 @@ warpgroup_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 """
 
 import struct
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ STAND_INS = """
     return *(float*)(of_cluster(cta).dynamic.data() + (a & 0xffffff));
   }
   static void hold(const uint4&) {}
+  static void hold(const u32 (&)[4][4]) {}
+  static void multiply_registers(float* d, const u32* a, u64 b, u32 words) {
+    Wgmma<TOKENS>::multiply_sparse(d, a, b, words);
+  }
   #define consumers_sync() in_step(15, CONSUMERS)
 """
 
@@ -121,17 +126,18 @@ def on_cpu(patch: pytest.MonkeyPatch, late: bool = True) -> None:
 
 CASES = [
     (Config(32, 2, 1, 1, 3), Example(20, 200, 392, 0.5), BF16),
-    (Config(16, 1, 2, 2, 2), Example(16, 70, 520, 0.7), FP16),
+    (Config(16, 1, 2, 2, 4), Example(16, 70, 520, 0.7), FP16),
     (Config(64, 3, 1, 3, 2), Example(50, 130, 400, 0.3), BF16),
     (Config(16, 2, 2, 1, 4), Example(3, 33, 1160, 1.0), FP16),
     (Config(48, 1, 1, 8, 2), Example(33, 64, 1096, 0.4), BF16),
-    (Config(16, 1, 2, 1, 2), Example(9, 64, 648, 0.5), BF16),
+    (Config(16, 1, 2, 1, 4), Example(9, 64, 648, 0.5), BF16),
 ]
+CASES += [(replace(config, registers=False), *rest) for config, *rest in CASES]
 
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([True, False], 0))
-@pytest.mark.parametrize(("config", "example", "dtype"), sampled(CASES, 0, 1, 2, 3), ids=str)
+@pytest.mark.parametrize(("config", "example", "dtype"), sampled(CASES, 0, 1, 3, 8), ids=str)
 def test_its_threads_give_the_product_on_a_cpu(config, example, dtype, late, monkeypatch) -> None:
     on_cpu(monkeypatch, late)
     assert run_engine(bitmap_pairs.KERNEL, example, dtype, configs=[config])
@@ -162,7 +168,7 @@ def test_configurations_fit_however_many_elements_a_record_has(n, k, m, room) ->
     for config in configs:
         assert config.shared_bytes(room) <= bitmap_pairs.SHARED_BYTES
         assert config.tokens >= m
-        assert config.depth % config.turns == 0
+        assert config.depth % config.turns == 0 < config.depth - config.turns
 
 
 @by_nvcc
@@ -174,7 +180,7 @@ def test_configurations_fit_however_many_elements_a_record_has(n, k, m, room) ->
             Config(64, 2, 2, 1, 4),
             Config(16, 4, 1, 3, 2),
             Config(96, 3, 1, 2, 2),
-            Config(128, 1, 2, 8, 2),
+            Config(128, 1, 2, 8, 4),
         ]
     ),
     ids=str,
