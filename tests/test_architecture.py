@@ -201,7 +201,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
 
 
 MOST_CODE = {"formats": 1_400, "harness": 13_080, "results": 5_140, "reports": 4_690}
-MOST_CODE |= {"kernels": 17_990, "src": 330}  # src: the plug-in for vLLM
+MOST_CODE |= {"kernels": 18_000, "src": 330}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
