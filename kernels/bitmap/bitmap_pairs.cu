@@ -1,4 +1,4 @@
-// Y[m, n] = X[m, k] @ W[n, k].T, W with zeros anywhere, for 17 to 128 tokens.
+// Y[m, n] = X[m, k] @ W[n, k].T, W with zeros anywhere, for up to 128 tokens.
 // No weight is decoded: W is the sum of two 2:4 matrices, which the tensor cores multiply
 // (wgmma.sp). The first holds two elements of each group of four, the second what exceeds two.
 //
@@ -29,8 +29,8 @@
 //   tiles, or with TURNS = 2 one, which it fills before the products. Heads need no bounds, so that
 //   the first copies start at once.
 //
-//   The CTAs of a cluster share the k of the same features. At the end each leaves its sums in shared
-//   memory, and adds up a part of the tokens, always in the same order.
+//   The CTAs of a cluster share the k of the same features. At the end each leaves its sums in
+//   shared memory, and adds up a part of the tokens, always in the same order.
 //
 // Macros from bitmap_pairs.py: TOKENS (of X, padded to the width of wgmma), HEIGHT, TURNS=1|2,
 // FROM_REGISTERS=0|1, SPLIT, DEPTH (stages), FP16=0|1 (0 is bf16).
@@ -141,6 +141,7 @@ __device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+// Keep metadata, or A, in registers up to here: wgmma reads them while it runs.
 __device__ __forceinline__ void hold(const uint4& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
@@ -149,9 +150,9 @@ __device__ __forceinline__ void hold(const uint4& v) {
 
 struct Part { int group, begin, end; };  // rows of tiles of a CTA, and its steps along k
 
-__device__ __forceinline__ u64 tile_of(const Weights& w, const Part& part, int warpgroup, int step) {
-  // Past the last row of tiles, two warpgroups compute and write the same.
-  return (u64)min(part.group * HEIGHT + warpgroup, w.row_tiles - 1) * w.tiles + step;
+// Past the last row of tiles come copies of it, which nobody writes.
+__device__ __forceinline__ u64 tile_of(const Weights& w, const Part& part, int row, int step) {
+  return (u64)min(part.group * HEIGHT + row, w.row_tiles - 1) * w.tiles + step;
 }
 // One thread.
 __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w, const Part& part,
@@ -167,7 +168,8 @@ __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w,
     tma_load(stage + X_BOX, &x, step * COLUMNS + COLUMNS / 2, 0, full);
   }
 }
-// A warp: its lanes read the bounds of 32 steps at a time. Writes the bytes of each list to `sizes`.
+// A warp: its lanes read the bounds of 32 steps at a time. It writes the bytes of each list to
+// `sizes`.
 __device__ __forceinline__ void load_lists(const Weights& w, const Part& part, Ring<DEPTH> ring,
                                            u32 stages, int stage_bytes, int room, u32 sizes) {
   const int lane = threadIdx.x % 32;
@@ -209,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if SPLIT > 1
 __cluster_dims__(SPLIT)
 #endif
-multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* y, int m,
-               int n, int room) {
+multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* y,
+               int m, int n, int room) {
   extern __shared__ char shared[];
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;
   const int stage_bytes = (X_BYTES + HEIGHT * (HEAD_BYTES + room) + 1023) & ~1023;
@@ -280,7 +282,7 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
     const u32 empty = ring.empty_barrier();
     for (int t = 0; t < TURNS; t++) ring.advance();
     if (EARLY && step + TURNS < part.end) fill_from_stage(own + (i + 1) % SECONDS * TILE_BYTES);
-    wgmma_wait<0>();
+    wgmma_wait<0>();  // in the loop: the compiler copied the sums before a wait behind it
     hold(words), hold(constant);
     if (FROM_REGISTERS) hold(a);
     if (lane == 0) mbarrier_arrive(empty);
@@ -303,12 +305,13 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
   consumers_sync();
   if (SPLIT > 1) cluster_sync();
   const int feature = threadIdx.x % FEATURES, column = group * FEATURES + feature;
+  const u32 sums = stages + feature * 4;
   for (int token = threadIdx.x / FEATURES * SPLIT + rank; token < m;
        token += CONSUMERS / FEATURES * SPLIT) {
     float sum = 0;
     #pragma unroll
     for (int i = 0; i < SPLIT * TURNS; i++)
-      sum += load_float_of(stages + i % TURNS * SUMS_BYTES + (token * PITCH + feature) * 4, i / TURNS);
+      sum += load_float_of(sums + i % TURNS * SUMS_BYTES + token * PITCH * 4, i / TURNS);
     if (column < n) y[(u64)token * n + column] = (u16)pack_pair(sum, 0.f);
   }
   if (SPLIT > 1) cluster_sync();

@@ -1,11 +1,11 @@
-"""Linear layer with zeros anywhere in W, for 17 to 128 tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+"""Linear layer with zeros anywhere in W, for up to 128 tokens: Y[m, n] = X[m, k] @ W[n, k].T.
 
 W becomes the sum of two 2:4 matrices, which the tensor cores multiply as they are (wgmma.sp):
 nothing is decoded. bitmap_pairs.cu is the kernel and draws both. This file packs W (`pairs_of`),
 chooses a configuration and plans.
 
     dtype     fp16, bf16
-    sizes     17 to 128 tokens; k a multiple of 8, any n
+    sizes     up to 128 tokens; k a multiple of 8, any n
     X         row strides of a multiple of 16 bytes
     bytes     of dense, 0.56 + 2 d: d, the elements beyond two of a group of four, is 0.094 of all
               at 50 % zeros and 0.023 at 70 %; W keeps its records beside them
