@@ -1,10 +1,10 @@
 """The plans of weights that layers and `matmul` never train: bitmap and CSR.
 
-    bitmap   bitmap_mma, or a dense product with a copy of W, by torch or by a direct call of
-             cuBLASLt, for which a search times what the dense baseline times (dense/_gemm.py). The
-             copy is made when it is first chosen, and stays: with it W takes three times the memory
-             or more. torch's X may be padded, because cuBLAS can be slower for fewer tokens
-             (NOTES.md)
+    bitmap   bitmap_mma; bitmap_pairs, which packs W anew, in 0.56 to 0.75 of the dense bytes; or a
+             dense product with a copy of W, by torch or by a direct call of cuBLASLt, for which a
+             search times what the dense baseline times (dense/_gemm.py). Either copy is made when
+             it is first chosen. The dense one stays: with it W takes three times the memory or
+             more. torch's X may be padded, because cuBLAS can be slower for fewer tokens (NOTES.md)
     csr      csr_cuda
 
 A weight's Operator is an attribute of the weight, and is made again if the weight is written or
@@ -36,7 +36,7 @@ from sparsebench.kernels._common.transforms import (
 )
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, operator_of
 from sparsebench.kernels._kernel import DTYPES, NAMES, poison, refuse
-from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.bitmap import bitmap_mma, bitmap_pairs
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm
@@ -50,6 +50,7 @@ SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
+PAIRS_TOKENS, PAIRS_BYTES = 64, 0.45
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
 
 
@@ -91,7 +92,7 @@ def plans_of(w: Weight) -> FrozenPlans:
     """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
 
     def make() -> FrozenPlans:
-        engines = (bitmap_mma.KERNEL, DENSE) if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
+        engines = BITMAP if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
         return FrozenPlans(operator_of(w, engines, partial(_likeliest, w)))
 
     plans: FrozenPlans = by_stamp(w, "matmul", ATTRIBUTE, make)
@@ -132,6 +133,13 @@ def derivative_of(w: Bitmap) -> Derivative:
     return run
 
 
+def pairs_are_faster(m: int, w: Bitmap) -> bool:
+    """Return whether bitmap_pairs was faster than cuBLAS for a layer this large, on an H200."""
+    (n, k), size = w.shape, w.dtype.itemsize
+    fits = m <= PAIRS_TOKENS and not bitmap_pairs.unsupported_call(w, UnstructuredCall("linear", m))
+    return fits and n * k >= ELEMENTS and w.stored_bytes <= PAIRS_BYTES * n * k * size
+
+
 def bits_are_faster(m: int, w: Bitmap) -> bool:
     """Return whether bitmap_mma was faster than cuBLAS for a layer this large, on an H200."""
     (n, k), size = w.shape, w.dtype.itemsize
@@ -149,7 +157,9 @@ def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
         return [ours]
     if reason:
         return [DENSE]
-    return [ours, DENSE] if bits_are_faster(call.m, w) else [DENSE, ours]
+    first = [bitmap_pairs.KERNEL] if pairs_are_faster(call.m, w) else []
+    first += [ours] if bits_are_faster(call.m, w) else []
+    return [*first, DENSE, *(engine for engine in BITMAP[:2] if engine not in first)]
 
 
 # ---- a dense product with a copy of W ----
@@ -232,3 +242,4 @@ DENSE = Engine(
     plan=plan_dense,
     bind=bind,
 )
+BITMAP = bitmap_mma.KERNEL, bitmap_pairs.KERNEL, DENSE

@@ -8,8 +8,8 @@ with a number of tokens may time what its format offers.
              inside of the graph, unless W is frozen (Bsr.freeze); then X alone has a gradient
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
-    bitmap   bitmap_mma, or a dense product with a copy of W (_frozen_op.py); gradient of X, from
-             the copy
+    bitmap   bitmap_mma, or bitmap_pairs or a dense product with a copy of W (_frozen_op.py);
+             gradient of X, from a dense copy
     other    Unsupported: the caller must name a kernel
 
 A named kernel, one of sparsebench's own, is planned as in a layer, by an operator with it alone,

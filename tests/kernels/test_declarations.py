@@ -26,6 +26,7 @@ STRUCTS = {
     },
     **{"bsr_wgrad": "Part Loads Sums", "bsr_wgrad_small": "Part Loads Sums Places Starts"},
     **{"bsr_wgrad_mma": "Part Loads Sums Slot Starts", "bitmap_mma": "Weights Activations"},
+    **{"bitmap_pairs": "Weights"},
     **{"csr_cuda": "Start", "csr_cuda_wgrad": "Range Head", "twell_gate": "Out"},
     **{"spense_mma": "Activations Weights WorkItem"},
     **{"spense_wgmma": "Weights WorkTile Fixup WorkItem First Items Scales"},

@@ -1,0 +1,294 @@
+"""Linear layer with zeros anywhere in W, for up to 128 tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+
+W becomes the sum of two 2:4 matrices, which the tensor cores multiply as they are (wgmma.sp):
+nothing is decoded. bitmap_pairs.cu is the kernel and draws both. This file packs W (`pairs_of`),
+chooses a configuration and plans.
+
+    dtype     fp16, bf16
+    sizes     up to 128 tokens; k a multiple of 8, any n
+    X         row strides of a multiple of 16 bytes
+    bytes     of dense, 0.56 + 2 d: d, the elements beyond two of a group of four, is 0.094 of all
+              at 50 % zeros and 0.023 at 70 %; W keeps its records beside them
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import islice, product
+from threading import Lock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats._format import BITS, has_value
+from sparsebench.formats.bitmap import UNIT, Bitmap
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.engines import gpu_engine
+from sparsebench.kernels._common.made_once import made_while_used
+from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
+from sparsebench.results.record import Problem
+
+ROWS, COLUMNS, ROW_BYTES, GROUP = 64, 128, 128, 4
+LIST_STEP = 4  # elements of a list that a thread reads at a time
+BANKS = 32  # of shared memory, and lanes of a warp
+AT_ONCE = 2**18  # columns of W times tiles of 64 rows that are packed at a time
+TILE_BYTES = ROWS * ROW_BYTES
+HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
+LEAST_TOKENS, MOST_TOKENS = 1, 128
+TOKENS = 16, 32, 48, 64, 96, 128
+HEIGHTS, TURNS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
+SHARED_BYTES = 227 * 1024
+MOST_SUMS = 288  # tokens times warpgroups: more need more registers than there are
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens      tokens of X, padded to one of TOKENS
+    height      rows of tiles of a CTA, which share X
+    turns       warpgroups of a row, which multiply tiles in turn: 1 or 2
+    split       CTAs of a cluster, which divide k
+    depth       stages of the ring, a multiple of `turns` and more
+    registers   whether wgmma reads the second matrix from registers, or from shared memory
+    """
+
+    tokens: int
+    height: int
+    turns: int
+    split: int
+    depth: int
+    registers: bool = True
+
+    @property
+    def warpgroups(self) -> int:
+        """Return the warpgroups of a CTA that multiply."""
+        return self.height * self.turns
+
+    def stage_bytes(self, room: int) -> int:
+        """Return the bytes of a stage; `room` is those of the longest list."""
+        stage = 2 * self.tokens * ROW_BYTES + self.height * (HEAD_BYTES + room)
+        return -(-stage // 1024) * 1024
+
+    def shared_bytes(self, room: int) -> int:
+        """Return the bytes of shared memory; `room` is those of the longest list."""
+        twice = self.turns == 1 and not self.registers
+        seconds = self.warpgroups * (1 + twice) * TILE_BYTES
+        barriers = self.depth * (16 + 4 * self.height)
+        sums = self.turns * self.tokens * (ROWS * self.height + 4) * 4
+        return 1024 + max(self.depth * self.stage_bytes(room), sums) + seconds + barriers
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """W as the kernel reads it.
+
+    heads   uint8 [row tiles, tiles of a row, 9216]  the first matrix, as in formats/spense.py
+    lists   uint8 [bytes]                            the second: place << 16 | value, 4 bytes each
+    bounds  int32 [tiles + 1]                        start of each list, in units of 16 bytes
+    room    bytes of the longest list
+    """
+
+    heads: Tensor
+    lists: Tensor
+    bounds: Tensor
+    room: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of all arrays."""
+        return self.heads.numel() + self.lists.numel() + 4 * self.bounds.numel()
+
+
+def packed(dense: Tensor) -> Pairs:
+    """Pack a matrix [n, k] of 16 bits."""
+    parts = [_packed(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
+    heads, lists, units = (torch.cat(each) for each in zip(*parts, strict=True))
+    bounds = pad(units.cumsum(0), (1, 0)).int()
+    return Pairs(heads, lists, bounds, int(units.amax()) * UNIT)
+
+
+def _packed(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads, the lists, and the size of each list in UNITs."""
+    bits = pad(dense.view(BITS[2]), (0, -dense.shape[1] % COLUMNS, 0, -len(dense) % ROWS))
+    groups = bits.unflatten(1, (-1, GROUP))
+    stored = has_value(groups)
+    count, zeroth = stored.sum(-1, dtype=torch.uint8), stored[..., 0]
+    beyond = torch.stack((zeroth & (count > 2), (count > 2) & ~zeroth | (count == 4)), -1)
+    first = groups.clone()
+    first[..., :2].masked_fill_(beyond, 0)
+    heads = Spense.from_dense(first.flatten(1).view(dense.dtype)).sparse
+
+    def tiles(of_groups: Tensor) -> Tensor:  # [rows, groups, 2] -> [tiles, elements of one]
+        cut = of_groups.unflatten(0, (-1, ROWS)).unflatten(2, (-1, COLUMNS // GROUP))
+        by_tile: Tensor = cut.transpose(1, 2).flatten(0, 1).flatten(1)
+        return by_tile
+
+    listed, device = tiles(beyond), dense.device
+    counts = listed.sum(-1)
+    units = -(-counts // LIST_STEP)
+    of_list = (units.cumsum(0) - units) * LIST_STEP
+    lists = torch.zeros(int(units.sum()) * LIST_STEP, dtype=torch.int32, device=device)
+    tile, element = listed.nonzero(as_tuple=True)
+    places = _places(device)[element]
+    words = places << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
+    turn = _turns(tile, places)
+    tile, words, rank = tile[turn], words[turn], listed.cumsum(-1)[listed] - 1
+    last = rank == counts[tile] - 1
+    for more in range(LIST_STEP):  # the last element again, up to a whole step
+        again = last & (rank % LIST_STEP + more < LIST_STEP) if more else slice(None)
+        its = tile[again]
+        lists[of_list[its] + _at(rank[again] + more, units[its])] = words[again]
+    return heads, lists.view(torch.uint8), units
+
+
+def _turns(tile: Tensor, places: Tensor) -> Tensor:
+    """Return the order of the elements of all lists in which 32 neighbours lie in many banks.
+
+    Those that are first in their bank come first, bank by bank, then those that are second.
+    """
+    bank = tile * BANKS + (places >> 2) % BANKS
+    order = bank.argsort(stable=True)
+    ordered = bank[order]
+    rank = torch.empty_like(bank)
+    first = torch.searchsorted(ordered, ordered)
+    rank[order] = torch.arange(len(bank), device=bank.device) - first
+    return ((tile * ROWS * ROW_BYTES + rank) * BANKS + bank % BANKS).argsort()
+
+
+def _at(rank: Tensor, steps: Tensor) -> Tensor:
+    """Return the place in a list of `steps` steps of the element that is stored `rank`th.
+
+    A warp reads up to 32 steps, a lane one of them, and stores the lanes' first elements together.
+    """
+    warp, rank = rank // (BANKS * LIST_STEP), rank % (BANKS * LIST_STEP)
+    lanes = (steps - warp * BANKS).clamp(max=BANKS)
+    return warp * BANKS * LIST_STEP + rank % lanes * LIST_STEP + rank // lanes
+
+
+@cache
+def _places(device: torch.device) -> Tensor:
+    """Return int32 [64 x 64], the byte in its swizzled tile of each element of the second."""
+    row = torch.arange(ROWS, dtype=torch.int32, device=device)[:, None]
+    byte = 2 * torch.arange(ROW_BYTES // 2, dtype=torch.int32, device=device)
+    return (row * ROW_BYTES + ((byte // UNIT ^ row % 8) * UNIT) + byte % UNIT).flatten()
+
+
+_LOCK = Lock()
+
+
+@made_while_used
+def _pairs(w: Bitmap, stamp: tuple[tuple[int, int], ...]) -> Pairs:
+    return make_lasting(lambda: packed(w.to_dense()), w.records.device)
+
+
+def pairs_of(w: Bitmap) -> Pairs:
+    """Return the pairs of W, made once while a plan reads them."""
+    arrays = w.arrays().values()
+    stamp = tuple((a.data_ptr(), -1 if a.is_inference() else a._version) for a in arrays)
+    with _LOCK:  # plans are made in threads
+        return _pairs(w, stamp)
+
+
+def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
+    """Return what fits, the likeliest first."""
+    device, room = w.records.device, pairs_of(w).room
+    at_once = {split: at_once_of(split, device) for split in SPLITS}
+    configs = fitting(*w.shape, call.m, room)
+    return sorted(configs, key=lambda config: _predicted_us(config, w.shape, room, at_once))
+
+
+def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
+    """Yield the configurations for m tokens, each with as many stages as fit."""
+    tokens = next(t for t in TOKENS if t >= m)
+    for height, turns, split, registers in product(HEIGHTS, TURNS, SPLITS, (True, False)):
+        fits = split * turns <= -(-k // COLUMNS) and height <= -(-n // ROWS)
+        if fits and height * turns * tokens <= MOST_SUMS:
+            depths = (d for d in DEPTHS if d % turns == 0 and d > turns)
+            configs = (Config(tokens, height, turns, split, d, registers) for d in depths)
+            yield from islice((c for c in configs if c.shared_bytes(room) <= SHARED_BYTES), 1)
+
+
+def _predicted_us(
+    config: Config, shape: tuple[int, int], room: int, at_once: Mapping[int, int]
+) -> float:
+    """Return a model of the time without the launch, of 14336 x 4096 and 5120 x 13824 on an H200.
+
+    A round has a first copy and a store, 5 together. An SM copies 46 KB a microsecond, if the
+    stages after the one that it multiplies cover the 2.6 that a copy takes.
+    """
+    groups = -(-shape[0] // (ROWS * config.height))
+    rounds = -(-groups // max(at_once[config.split], 1))
+    steps = -(-shape[1] // (COLUMNS * config.split))
+    copy = config.stage_bytes(room) / 46e3
+    return rounds * (5 + steps * max(copy, 2.6 / (config.depth - 1)))
+
+
+def at_once_of(split: int, device: torch.device) -> int:
+    """Return how many clusters of `split` CTAs run at a time."""
+    if split == 1 or device.type != "cuda":
+        return max(multiprocessors(device) // split, 1)
+    return cuda.clusters_at_once(split, 288, SHARED_BYTES, device)
+
+
+def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
+    """Pack W, unless it is, and load the kernel. Raises Unsupported."""
+    pairs, (n, k), device = pairs_of(w), w.shape, w.records.device
+    row_tiles, tiles = -(-n // ROWS), -(-k // COLUMNS)
+    constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
+    kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
+    ctas = -(-row_tiles // config.height) * config.split
+    loaded = kernel.on(ctas, 128 * config.warpgroups + 64)
+    arrays = pairs.heads, pairs.lists, pairs.bounds
+    weights = *(a.data_ptr() for a in arrays), row_tiles, tiles
+
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(m: int, x: int, stride: int, y: int) -> cuda.Arguments:
+        of_x = cuda.tensor_map(x, (m, k), (stride, 1), w.dtype, (m, ROW_BYTES // 2))
+        return kernel.arguments(of_x, *weights, y, m, n, pairs.room)
+
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], n) if out is None else out
+        args = arguments(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr())
+        return cuda.launch(loaded, args, y, pairs)
+
+    return Product(run, kernel.code)
+
+
+def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
+    return (
+        *(("TOKENS", config.tokens), ("HEIGHT", config.height), ("TURNS", config.turns)),
+        *(("SPLIT", config.split), ("DEPTH", config.depth)),
+        ("FROM_REGISTERS", int(config.registers)),
+        ("FP16", int(dtype == torch.float16)),
+    )
+
+
+def unsupported_call(w: Bitmap, call: UnstructuredCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    (n, k), m = w.shape, call.m
+    if w.dtype not in cuda.HALVES:
+        return f"expected fp16 or bf16, found {w.dtype}"
+    if not LEAST_TOKENS <= m <= MOST_TOKENS:
+        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {m}"
+    if k % 8 or not n or not k:
+        return f"expected a multiple of 8 columns of X, found {k} and {n} rows of W"
+    return None
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    if not LEAST_TOKENS <= problem["m"] <= MOST_TOKENS:
+        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {problem['m']}"
+    return unsupported_on_hopper(problem, device, ("fp16", "bf16"))
+
+
+KERNEL = gpu_engine(
+    *("bitmap_pairs", "linear", "bitmap", Config, choices, plan),
+    *(unsupported, bind, unsupported_call),
+)

@@ -1,0 +1,33 @@
+"""The dense copy of a small frozen weight in blocks."""
+
+import pytest
+import torch
+
+from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.nn import _bsr_dense
+from sparsebench.kernels.nn._bsr_dense import Config
+from tests.kernels.contract import Example, run_engine
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "example", [Example(33, 120, 96, 0.3, (8, 8)), Example(7, 50, 30, 0.5, (10, 10))]
+)
+@pytest.mark.parametrize("columns", [True, False])
+def test_its_product_is_exact(example: Example, columns: bool) -> None:
+    assert run_engine(_bsr_dense.KERNEL, example, BF16, configs=[Config(columns)])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"live": True}, "frozen values"),
+        ({"dtype": torch.float32}, "fp16 or bf16"),
+        ({"shape": (8192, 8192)}, "33554432 bytes"),
+    ],
+)
+def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None:
+    call = BsrCall("linear", 64, (1000, 1000), (10, 10), BF16, live=False)
+    assert _bsr_dense.refused(call) is None
+    assert reason in _bsr_dense.refused(call._replace(**change))
