@@ -132,6 +132,26 @@ def test_every_kernel_is_listed_once() -> None:
     assert sorted(names) == sorted(our_modules), sorted({*names} ^ our_modules)
 
 
+NOTES = [name for name in documents() if re.fullmatch(r"kernels/\w+/NOTES\.md", name)]
+
+
+def test_the_notes_on_kernels_are_short() -> None:
+    assert sum(len(text(notes).split()) for notes in NOTES) <= 20_000
+
+
+@pytest.mark.parametrize("notes", NOTES)
+def test_the_notes_have_a_section_of_four_parts_for_every_kernel(notes: str) -> None:
+    headings = []
+    for section in text(notes).split("\n## ")[1:]:
+        headings += section.splitlines()[:1]
+        parts = re.findall(r"^\*\*(.+?)\.\*\*", section, re.MULTILINE)
+        assert parts == ["Idea", "Bound", "What failed", "Next"], headings[-1]
+    folder = notes.split("/")[1]
+    paths = [where.partition(":")[0].split(".") for where in modules("kernels").values()]
+    files = {path[-1] for path in paths if path[:-1] == ["sparsebench", "kernels", folder]}
+    assert files <= {*re.findall(r"`(\w+)`", " ".join(headings))}
+
+
 def test_the_example_of_a_suite_is_one() -> None:
     (example,) = re.findall(
         r"^```yaml\n(.*?)^```", text("suites/README.md"), re.DOTALL | re.MULTILINE
