@@ -10,7 +10,7 @@ const remember = (changes) => {
 
 // The first screen: show the view that matches the selectors best, and say so if none matches all.
 const choose = document.querySelector(".choose");
-const views = [...document.querySelectorAll(".view")];
+const views = [...document.querySelectorAll(".view[data-choice]")];
 const choices = views.map((view) => JSON.parse(view.dataset.choice));
 const show = (wanted, changed) => {
   const fit = (choice) =>
