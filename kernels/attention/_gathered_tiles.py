@@ -7,12 +7,12 @@ Both run two kernels for each section of parts: one of tiles of queries that sel
 block, and one of 32 neighbours, which adds their parts.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import BlockMask
@@ -28,7 +28,7 @@ from sparsebench.results.record import Problem
 SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
-MERGED = 1 << 15  # bytes of Q of a program of `merge`
+MERGED = 1 << 14  # bytes of Q of 32 queries; twice as many took 2.35 instead of 2.09 ms (NSA, 16k)
 COMMON = 16  # of 32 queries: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
 LARGE = 128  # keys of a block, from above which on only a block of all 32 saves time
 
@@ -133,15 +133,22 @@ def constants_of(
     return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
 
 
-def gathered_of(
-    mask: BlockMask, places: int, merged: Mapping[str, Any]
-) -> tuple[Gathered, list[BoundKernel]]:
+def gathered_of(mask: BlockMask, places: int, least: int) -> tuple[Gathered, list[BoundKernel]]:
     """Return the gathered queries, and what writes them in each call."""
-    least = least_common(merged["PACK"], mask.block[1])
     if not mask.keep:
         return Gathered.of(mask, places, least), []
     gathered = Gathered.without_data(mask, places, least)
     return gathered, bound_gathering(mask, places, gathered, least)
+
+
+def common_of(gathered: Gathered, least: int) -> tuple[Tensor | None, ...]:
+    """Return what says which blocks are common, or None for each if none can be.
+
+    A kernel without them has no products, and so more programs on an SM.
+    """
+    if least > CHUNK:
+        return None, None, None
+    return gathered.words, gathered.common, gathered.commons
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -35,8 +35,8 @@ from sparsebench.kernels.attention._tiles import add_step
 
 FORCED = {"first": 1, "last": 2}
 """Blocks that a query keeps in any case, as BlockMask.from_scores takes them."""
-ROWS, STEP, WARPS = 64, 64, 4  # of a tile: queries times heads, and blocks of a step
-FEW_ROWS, FEW_STEP = 32, 32  # the same in fp32, and for heads of more than 128 elements
+ROWS, STEP, WARPS = 64, 32, 4  # of a tile: queries times heads, and blocks of a step
+FEW_ROWS = 32  # in fp32, and for heads of more than 128 elements
 
 
 def compress(
@@ -123,10 +123,10 @@ def _launch(
     batch, queries, heads, d = shape
     group, depth = heads // pooled[1], triton.next_power_of_2(max(SMALLEST_TILE, d))
     large = depth * dtype.itemsize <= 256
-    pack, step = triton.next_power_of_2(group), STEP if large else FEW_STEP
+    pack = triton.next_power_of_2(group)
     rows = max(pack, ROWS if large else FEW_ROWS)
     sizes = queries, tokens, pooled[2], heads, pooled[1], scale * LOG2_E
-    constants = {"D": d, "DEPTH": depth, "SIDE": block, "STEP": step, "GROUP": group}
+    constants = {"D": d, "DEPTH": depth, "SIDE": block, "STEP": STEP, "GROUP": group}
     constants |= {"PACK": pack, "TOKENS": rows // pack, "num_warps": WARPS}
     grid = (batch * pooled[1] * triton.cdiv(queries, rows // pack),)
     args = q, keys, values, bias, o, scores, *sizes

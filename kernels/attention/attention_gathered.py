@@ -38,10 +38,12 @@ from sparsebench.kernels.attention._call import AttentionCall, ListedMask, atten
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
     WAVES,
+    common_of,
     constants_of,
     entries_of,
     fitting,
     gathered_of,
+    least_common,
     load_keys,
     run_of,
     sections_of,
@@ -53,15 +55,15 @@ from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head, head_
 from sparsebench.kernels.attention._tiles import add_step
 from sparsebench.kernels.attention.attention_triton import LN_2, code_of, matrices, refuse_path
 
-UNROLL = 2  # parts of a row that are loaded at a time
 REGISTERS = 168  # of a tile with two stages and whole blocks: three programs run on an SM
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
+WHOLE = [TILES[2], TILES[0], TILES[1]]  # of blocks up to 64
 
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    return fitting(w, call, TILES, 1)
+    return fitting(w, call, WHOLE if call.shape.block[1] <= 64 else TILES, 1)
 
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
@@ -77,8 +79,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     whole_blocks = config.keys >= shape.block[1]
     if whole_blocks and shape.itemsize == 2 and (config.stages, config.warps) == (2, 4):
         tile["maxnreg"] = REGISTERS
-    merged |= {"LOGS": triton.next_power_of_2(places), "UNROLL": UNROLL}
-    gathered, programs = gathered_of(mask, places, merged)
+    merged["LOGS"] = triton.next_power_of_2(places)
+    least = least_common(merged["PACK"], shape.block[1])
+    gathered, programs = gathered_of(mask, places, least)
     count, sections = sections_of(shape, config.pack, places)
     parts = q.new_empty(count, shape.head_dim)
     logs = parts.new_empty(len(parts), dtype=torch.float32)
@@ -92,7 +95,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
         programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
         grid = (count * config.pack // merged["PACK"] * ceil(width / CHUNK),)
-        listed = gathered.counts, gathered.words, gathered.common, gathered.commons
+        listed = gathered.counts, *common_of(gathered, least)
         args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
         args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
         programs.append(BoundKernel(_merge, grid, args, merged, o))
@@ -201,7 +204,6 @@ def _merge(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr,
     UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, LOGS: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Attend to the common blocks of a chunk, and add the parts of its queries."""
     ROWS: tl.constexpr = CHUNK * PACK
@@ -218,31 +220,31 @@ def _merge(  # type: ignore[no-untyped-def]
     depth = tl.arange(0, DEPTH)[None, :]
     line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
     stored = inside[:, None] & (depth < D)
-    q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
-    limit = kv_tokens - 1 + tl.zeros_like(token)
-    if CAUSAL:
-        limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
-    chunk = list_ * chunks + first_token // CHUNK + tile
-    words += chunk.to(tl.int64) * blocks
-    common += chunk.to(tl.int64) * most
-    steps = tl.load(commons + chunk) * STEPS
-
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, DEPTH), tl.float32)
-    block = tl.load(common, steps > 0, 0)
-    for i in tl.range(0, steps, num_stages=STAGES):
-        key = block * SIDE + i % STEPS * KEYS
-        end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
-        of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
-        k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
-        selected = (tl.load(words + block) >> (lane // PACK)) & 1
-        block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
-        scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        at_key = key + tl.arange(0, KEYS)[None, :]
-        last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
-        scores = tl.where(at_key <= last[:, None], scores, -float("inf"))
-        top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
+    if commons is not None:
+        q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
+        limit = kv_tokens - 1 + tl.zeros_like(token)
+        if CAUSAL:
+            limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
+        chunk = list_ * chunks + first_token // CHUNK + tile
+        words += chunk.to(tl.int64) * blocks
+        common += chunk.to(tl.int64) * most
+        steps = tl.load(commons + chunk) * STEPS
+        block = tl.load(common, steps > 0, 0)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            key = block * SIDE + i % STEPS * KEYS
+            end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
+            of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
+            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+            selected = (tl.load(words + block) >> (lane // PACK)) & 1
+            block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+            scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            at_key = key + tl.arange(0, KEYS)[None, :]
+            last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
+            scores = tl.where(at_key <= last[:, None], scores, -float("inf"))
+            top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
 
     count = tl.load(counts + list_ * q_tokens + token, inside, 0)
     at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
@@ -253,7 +255,7 @@ def _merge(  # type: ignore[no-untyped-def]
     shrink = tl.exp2(top - safe)
     weight = weight * shrink + tl.sum(tl.exp2(log - safe[:, None]), 1)
     total = total * shrink[:, None]
-    for i in tl.range(0, tl.max(count, 0), loop_unroll_factor=UNROLL):
+    for i in tl.range(0, tl.max(count, 0), num_stages=3):
         present = i < count
         of_place = tl.load(logs + at + i * UNIT, present, -float("inf"))
         to = (at + i * UNIT) * D

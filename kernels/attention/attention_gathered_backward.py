@@ -33,10 +33,12 @@ from sparsebench.kernels.attention._call import AttentionCall, ListedMask, atten
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
     WAVES,
+    common_of,
     constants_of,
     entries_of,
     fitting,
     gathered_of,
+    least_common,
     load_keys,
     run_of,
     sections_of,
@@ -72,7 +74,8 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     delta, results = torch.empty_like(lse), call.gradients(q, None)
     dq, dk, dv = results
     gathering, merging = constants_of(shape, mask, tile, places)
-    gathered, programs = gathered_of(mask, places, merging)
+    least = least_common(merging["PACK"], shape.block[1])
+    gathered, programs = gathered_of(mask, places, least)
 
     depth = {"D": shape.head_dim, "DEPTH": shape.depth}
     args = o, do, delta, delta.numel(), shape.q_tokens, shape.heads
@@ -91,7 +94,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         read = gathered.entries, gathered.starts, gathered.bases
         args = *of_rows, *read, *section, *sizes
         programs.append(BoundKernel(_differentiate, (count * workers,), args, gathering, parts))
-        listed = gathered.counts, gathered.words, gathered.common, gathered.commons
+        listed = gathered.counts, *common_of(gathered, least)
         args = *of_rows, dq, *listed, unit, token, width, *sizes, gathered.common.shape[1]
         grid = (count * tile.pack // merging["PACK"] * ceil(width / CHUNK),)
         programs.append(BoundKernel(_merge_gradients, grid, args, merging, dq))
@@ -222,35 +225,35 @@ def _merge_gradients(  # type: ignore[no-untyped-def]
     depth = tl.arange(0, DEPTH)[None, :]
     line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
     stored = inside[:, None] & (depth < D)
-    q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
-    do_tile = tl.load(do + line[:, None] + depth, stored, 0.0)
-    at_row = (stacked + member).to(tl.int64) * q_tokens + token
-    top = tl.load(lse + at_row, inside, float("inf")) * LOG2
-    sums = tl.load(delta + at_row, inside, 0.0)
-    limit = kv_tokens - 1 + tl.zeros_like(token)
-    if CAUSAL:
-        limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
-    chunk = list_ * chunks + first_token // CHUNK + tile
-    words += chunk.to(tl.int64) * blocks
-    common += chunk.to(tl.int64) * most
-    steps = tl.load(commons + chunk) * STEPS
-
     total = tl.zeros((CHUNK * PACK, DEPTH), tl.float32)
-    block = tl.load(common, steps > 0, 0)
-    for i in tl.range(0, steps, num_stages=STAGES):
-        key = block * SIDE + i % STEPS * KEYS
-        end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
-        of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
-        k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
-        selected = (tl.load(words + block) >> (lane // PACK)) & 1
-        block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
-        last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
-        allowed = key + tl.arange(0, KEYS)[None, :] <= last[:, None]
-        total = _add_keys(total, q_tile, do_tile, k_tile, v_tile, top, sums, allowed, scale)
+    if commons is not None:
+        q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
+        do_tile = tl.load(do + line[:, None] + depth, stored, 0.0)
+        at_row = (stacked + member).to(tl.int64) * q_tokens + token
+        top = tl.load(lse + at_row, inside, float("inf")) * LOG2
+        sums = tl.load(delta + at_row, inside, 0.0)
+        limit = kv_tokens - 1 + tl.zeros_like(token)
+        if CAUSAL:
+            limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
+        chunk = list_ * chunks + first_token // CHUNK + tile
+        words += chunk.to(tl.int64) * blocks
+        common += chunk.to(tl.int64) * most
+        steps = tl.load(commons + chunk) * STEPS
+        block = tl.load(common, steps > 0, 0)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            key = block * SIDE + i % STEPS * KEYS
+            end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
+            of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
+            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+            selected = (tl.load(words + block) >> (lane // PACK)) & 1
+            block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+            last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
+            allowed = key + tl.arange(0, KEYS)[None, :] <= last[:, None]
+            total = _add_keys(total, q_tile, do_tile, k_tile, v_tile, top, sums, allowed, scale)
 
     count = tl.load(counts + list_ * q_tokens + token, inside, 0)
     at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
-    for i in tl.range(0, tl.max(count, 0)):
+    for i in tl.range(0, tl.max(count, 0), num_stages=3):
         present = (i < count)[:, None] & (depth < D)
         total += tl.load(parts + (at + i * UNIT)[:, None] * D + depth, present, 0.0).to(tl.float32)
     tl.store(dq + line[:, None] + depth, (total * scale).to(dq.dtype.element_ty), stored)

@@ -24,6 +24,13 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cublas() -> None:
+    """Create cuBLAS's handle of this thread, which a capture cannot create."""
+    if torch.cuda.is_available():
+        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fill new memory with NaN, or with the largest integer."""
