@@ -710,10 +710,7 @@ struct MmaWarp {
 // ---- sums of a cluster ----
 // Each CTA adds up some of the pieces of 32 columns of all warps. All CTAs push their sums of these
 // pieces into its shared memory, over X and the stages. No CTA reads another CTA's shared memory.
-// A CTA without others that has one group does the same: its code is short, and list warps have
-// run it before, while `store_y` comes from memory.
 
-constexpr bool SUMMED_IN_SHARED = SPLIT > 1 || ALONE;
 constexpr int PIECES_OF_WARP = PIECES_OF_HALF * HALVES;
 __device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
 constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
@@ -772,7 +769,7 @@ __device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, 
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
     if (more) continue;
-    if (SUMMED_IN_SHARED) {
+    if (SPLIT > 1) {
       __syncwarp();
       cluster_sync_relaxed();
       return push_sums(warp.y, place.rank(), s);
@@ -797,7 +794,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
     mbarrier_init(smem_address(&s.summed), 1);
-    if (SUMMED_IN_SHARED) expect_sums(place.rank(), s);
+    if (SPLIT > 1) expect_sums(place.rank(), s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
@@ -820,7 +817,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     if (other < LIST_THREADS) list_groups(layer, place, {other, LIST_THREADS, 1}, s);
     else load_groups(layer, place, other - LIST_THREADS, s);
   }
-  if (!SUMMED_IN_SHARED) return;
+  if (SPLIT == 1) return;
   const int own = ALONE ? place.cta / SPLIT : group;  // recomputed to save a register
   // The first run of instructions reads them from memory, 1 us for every few dozen. So list warps,
   // which end early, run this code once without effect.
