@@ -24,20 +24,17 @@
 //        a warpgroup    first . X, second . X     in flight, while it
 //                       fills the next second tile from its list. Then it clears this one.
 //
-//   FROM_REGISTERS, wgmma reads the second tile from registers. A warpgroup can then clear and fill
-//   it at once, without a fence between its stores and wgmma. Otherwise a warpgroup has two second
-//   tiles, or with TURNS = 2 one, which it fills before the products. Heads need no bounds, so that
-//   the first copies start at once.
+//   With TURNS = 2 a warpgroup has one second tile, and fills it before the products. Heads need no
+//   bounds, so that the first copies start at once.
 //
 //   The CTAs of a cluster share the k of the same features. At the end each leaves its sums in
 //   shared memory, and adds up a part of the tokens, always in the same order.
 //
 // Macros from bitmap_pairs.py: TOKENS (of X, padded to the width of wgmma), HEIGHT, TURNS=1|2,
-// FROM_REGISTERS=0|1, SPLIT, DEPTH (stages), FP16=0|1 (0 is bf16).
+// SPLIT, DEPTH (stages), FP16=0|1 (0 is bf16).
 
 #include "ring.cuh"
 #include "wgmma.cuh"
-#include "mma.cuh"
 
 using u16 = unsigned short;
 
@@ -47,7 +44,7 @@ constexpr int X_BOX = TOKENS * ROW_BYTES, X_BYTES = 2 * X_BOX;
 constexpr int WARPGROUPS = HEIGHT * TURNS, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 64;
 constexpr int FEATURES = ROWS * HEIGHT, PITCH = FEATURES + 4;  // of sums, in floats
 constexpr int SUMS_BYTES = TOKENS * PITCH * 4;
-constexpr int SECONDS = TURNS == 1 && !FROM_REGISTERS ? 2 : 1;  // tiles of a warpgroup
+constexpr int SECONDS = TURNS == 1 ? 2 : 1;  // tiles of a warpgroup
 constexpr u32 POSITIONS_0_AND_1 = 0x44444444;
 
 // A barrier tells two phases apart, so a warpgroup must use a stage every time it is full. It waits
@@ -108,44 +105,14 @@ __device__ __forceinline__ void multiply(float* d, u32 tile, u32 x, const uint4&
   Wgmma<TOKENS>::multiply_sparse(d, a + 4, b1, words.z);
   Wgmma<TOKENS>::multiply_sparse(d, a + 6, b1 + 4, words.w);
 }
-// The second product with A in registers: the four words of each instruction.
-#define SPARSE_RS(a, b, c, d, tile, bt, words) \
-  "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #tile ", %" #words ", 0, 1, 1, 1, %" #bt
-#define INSTRUCTION(N) WGMMA(N, ".sp", SPARSE_TYPES, SPARSE_RS)
-#define SUMS(N) SUMS_OF(N)
-__device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b, u32 words) {
-  asm volatile(INSTRUCTION(TOKENS) : SUMS(TOKENS)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(0), "r"(words));
-}
-__device__ __forceinline__ void multiply(float* d, const u32 (&a)[4][4], u32 x,
-                                         const uint4& words) {
-  const u64 b0 = smem_descriptor(x), b1 = smem_descriptor(x + X_BOX);
-  multiply_registers(d, a[0], b0, words.x);
-  multiply_registers(d, a[1], b0 + 4, words.y);
-  multiply_registers(d, a[2], b1, words.z);
-  multiply_registers(d, a[3], b1 + 4, words.w);
-}
-// The 16 rows of a warp.
-__device__ __forceinline__ void load_second(u32 (&a)[4][4], u32 tile) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  #pragma unroll
-  for (int i = 0; i < 4; i++)
-    ldmatrix_x4(a[i], tile + row * ROW_BYTES + ((2 * i + lane / 16 ^ row % 8) << 4));
-}
-__device__ __forceinline__ void hold(const u32 (&a)[4][4]) {
-  #pragma unroll
-  for (int i = 0; i < 4; i++)
-    asm volatile("" :: "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]));
+// Keep metadata in registers up to here: wgmma reads them while it runs.
+__device__ __forceinline__ void hold(const uint4& v) {
+  asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
 __device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
 }
-// Keep metadata, or A, in registers up to here: wgmma reads them while it runs.
-__device__ __forceinline__ void hold(const uint4& v) {
-  asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
-}
-
 // ---- the producers ----
 
 struct Part { int group, begin, end; };  // rows of tiles of a CTA, and its steps along k
@@ -253,41 +220,31 @@ multiply_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ Weig
     const u32 list = lists + row * room;
     fill(second, list, list + load_32(sizes + (ring.stage * HEIGHT + row) * 4));
   };
-  const auto publish = [&] {  // a second tile
-    if (!FROM_REGISTERS) fence_proxy_async();
+  const auto publish = [&] {  // to wgmma
+    fence_proxy_async();
     warpgroup_sync(role + 1);
   };
   if (turn) ring.advance();
-  constexpr bool EARLY = TURNS == 1 || FROM_REGISTERS;  // fill while wgmma runs
-  u32 a[4][4];
   for (int step = part.begin + turn, i = 0; step < part.end; step += TURNS, i++) {
     const u32 second = own + i % SECONDS * TILE_BYTES;
-    if (!EARLY || i == 0) {
+    if (TURNS > 1 || i == 0) {
       fill_from_stage(second);
       publish();
     }
     const u32 x_at = stages + ring.stage * stage_bytes, head = x_at + X_BYTES + row * HEAD_BYTES;
     const uint4 words = load_128(head + TILE_BYTES + 16 * (thread / 4 * 2 + thread % 2));
-    if (FROM_REGISTERS) load_second(a, second);
     wgmma_fence();
     multiply(d, head, x_at, words);
-    if (FROM_REGISTERS) multiply(d, a, x_at, constant);
-    else multiply(d, second, x_at, constant);
+    multiply(d, second, x_at, constant);
     wgmma_commit();
-    if (FROM_REGISTERS) {
-      __syncwarp();
-      clear(second);
-      warpgroup_sync(role + 1);
-    }
     const u32 empty = ring.empty_barrier();
     for (int t = 0; t < TURNS; t++) ring.advance();
-    if (EARLY && step + TURNS < part.end) fill_from_stage(own + (i + 1) % SECONDS * TILE_BYTES);
+    if (TURNS == 1 && step + 1 < part.end) fill_from_stage(own + (i + 1) % SECONDS * TILE_BYTES);
     wgmma_wait<0>();  // in the loop: the compiler copied the sums before a wait behind it
     hold(words), hold(constant);
-    if (FROM_REGISTERS) hold(a);
     if (lane == 0) mbarrier_arrive(empty);
-    if (!FROM_REGISTERS) clear(second);
-    if (EARLY) publish();
+    clear(second);
+    if (TURNS == 1) publish();
     else warpgroup_sync(role + 1);  // published with what fills it next
   }
 

@@ -56,7 +56,6 @@ class Config:
     turns       warpgroups of a row, which multiply tiles in turn: 1 or 2
     split       CTAs of a cluster, which divide k
     depth       stages of the ring, a multiple of `turns` and more
-    registers   whether wgmma reads the second matrix from registers, or from shared memory
     """
 
     tokens: int
@@ -64,7 +63,6 @@ class Config:
     turns: int
     split: int
     depth: int
-    registers: bool = True
 
     @property
     def warpgroups(self) -> int:
@@ -78,8 +76,7 @@ class Config:
 
     def shared_bytes(self, room: int) -> int:
         """Return the bytes of shared memory; `room` is those of the longest list."""
-        twice = self.turns == 1 and not self.registers
-        seconds = self.warpgroups * (1 + twice) * TILE_BYTES
+        seconds = self.height * 2 * TILE_BYTES
         barriers = self.depth * (16 + 4 * self.height)
         sums = self.turns * self.tokens * (ROWS * self.height + 4) * 4
         return 1024 + max(self.depth * self.stage_bytes(room), sums) + seconds + barriers
@@ -207,11 +204,11 @@ def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
 def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
     """Yield the configurations for m tokens, each with as many stages as fit."""
     tokens = next(t for t in TOKENS if t >= m)
-    for height, turns, split, registers in product(HEIGHTS, TURNS, SPLITS, (True, False)):
+    for height, turns, split in product(HEIGHTS, TURNS, SPLITS):
         fits = split * turns <= -(-k // COLUMNS) and height <= -(-n // ROWS)
         if fits and height * turns * tokens <= MOST_SUMS:
             depths = (d for d in DEPTHS if d % turns == 0 and d > turns)
-            configs = (Config(tokens, height, turns, split, d, registers) for d in depths)
+            configs = (Config(tokens, height, turns, split, d) for d in depths)
             yield from islice((c for c in configs if c.shared_bytes(room) <= SHARED_BYTES), 1)
 
 
@@ -220,14 +217,19 @@ def _predicted_us(
 ) -> float:
     """Return a model of the time without the launch, of 14336 x 4096 and 5120 x 13824 on an H200.
 
-    A round has a first copy and a store, 5 together. An SM copies 46 KB a microsecond, if the
-    stages after the one that it multiplies cover the 2.6 that a copy takes.
+    A round has a first copy and a store, 5 together, and 3 more in a cluster. An SM copies 46 KB a
+    microsecond, if the stages after the one that it multiplies cover the 2.6 that a copy takes; all
+    read 3.9 MB of W. Without turns it takes 6 % longer.
     """
-    groups = -(-shape[0] // (ROWS * config.height))
+    n, k = shape
+    of_w = config.height * (HEAD_BYTES + room)
+    groups = -(-n // (ROWS * config.height))
     rounds = -(-groups // max(at_once[config.split], 1))
-    steps = -(-shape[1] // (COLUMNS * config.split))
-    copy = config.stage_bytes(room) / 46e3
-    return rounds * (5 + steps * max(copy, 2.6 / (config.depth - 1)))
+    steps = -(-k // (COLUMNS * config.split))
+    copies = steps * max(config.stage_bytes(room) / 46e3, 2.6 / (config.depth - 1))
+    bytes_of_w = groups * -(-k // COLUMNS) * of_w / 3.9e6
+    ends = rounds * (5 + 3 * (config.split > 1))
+    return (ends + max(rounds * copies, bytes_of_w)) * (1.06 if config.turns == 1 else 1)
 
 
 def at_once_of(split: int, device: torch.device) -> int:
@@ -265,7 +267,6 @@ def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     return (
         *(("TOKENS", config.tokens), ("HEIGHT", config.height), ("TURNS", config.turns)),
         *(("SPLIT", config.split), ("DEPTH", config.depth)),
-        ("FROM_REGISTERS", int(config.registers)),
         ("FP16", int(dtype == torch.float16)),
     )
 

@@ -50,8 +50,10 @@ SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
-PAIRS_TOKENS, PAIRS_BYTES = 64, 0.45
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
+# Up to so many tokens, by the bytes of a bitmap, bitmap_pairs was faster than cuBLAS there; it was
+# with 5120 rows at 70 % zeros, and not with 4096 at 50 %.
+PAIRS_TOKENS, PAIRS_ROWS = {0.45: 64, 0.6: 48}, 5120
 
 
 @dataclass(eq=False)
@@ -135,9 +137,11 @@ def derivative_of(w: Bitmap) -> Derivative:
 
 def pairs_are_faster(m: int, w: Bitmap) -> bool:
     """Return whether bitmap_pairs was faster than cuBLAS for a layer this large, on an H200."""
-    (n, k), size = w.shape, w.dtype.itemsize
-    fits = m <= PAIRS_TOKENS and not bitmap_pairs.unsupported_call(w, UnstructuredCall("linear", m))
-    return fits and n * k >= ELEMENTS and w.stored_bytes <= PAIRS_BYTES * n * k * size
+    (n, k), call = w.shape, UnstructuredCall("linear", m)
+    part = w.stored_bytes / max(n * k * w.dtype.itemsize, 1)
+    most = next((tokens for limit, tokens in PAIRS_TOKENS.items() if part <= limit), 0)
+    large = n * k >= ELEMENTS and n >= PAIRS_ROWS
+    return m <= most and large and bitmap_pairs.unsupported_call(w, call) is None
 
 
 def bits_are_faster(m: int, w: Bitmap) -> bool:
@@ -157,8 +161,8 @@ def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
         return [ours]
     if reason:
         return [DENSE]
-    first = [bitmap_pairs.KERNEL] if pairs_are_faster(call.m, w) else []
-    first += [ours] if bits_are_faster(call.m, w) else []
+    first = [ours] if bits_are_faster(call.m, w) else []
+    first += [bitmap_pairs.KERNEL] if pairs_are_faster(call.m, w) else []
     return [*first, DENSE, *(engine for engine in BITMAP[:2] if engine not in first)]
 
 

@@ -75,7 +75,6 @@ struct Terms {
   u32 words[16];
   Operand a, b;
   bool sparse = false;
-  u32 codes[2] = {};
 };
 static std::map<Fiber*, std::vector<std::vector<Terms>>> terms;
 
@@ -86,11 +85,8 @@ static void add_sparse(const Terms& p) {
     const int column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
     for (int group = 0; group < 8; group++)
       for (int j = 0; j < 2; j++) {
-        const u32 position = p.codes[group / 4] >> 16 * half + group % 4 * 4 + 2 * j & 3;
-        const int e = 2 * group + j;
-        const u32 word = p.words[e % 8 / 2 * 4 + half + e / 8 * 2];
-        const float a = p.registers ? to_float(word >> 16 * j & 0xffff) : p.a.at(row, e);
-        p.d[i] += a * p.b.at(column, 4 * group + position);
+        const u32 position = p.words[group / 4] >> 16 * half + group % 4 * 4 + 2 * j & 3;
+        p.d[i] += p.a.at(row, 2 * group + j) * p.b.at(column, 4 * group + position);
       }
   }
 }
@@ -126,20 +122,10 @@ template <int N, int A_TRANS = 0, int B_TRANS = 0> struct WarpgroupProduct {
     add(Terms{d, N, keep, false, {}, {a, A_TRANS}, {b, B_TRANS}});
   }
   static void multiply_sparse(float* d, u64 a, u64 b, u32 codes) {
-    add_with(codes, Terms{d, N, true, false, {}, {a, false}, {b, false}, true});
-  }
-  static void multiply_sparse(float* d, const u32* a, u64 b, u32 codes) {
-    Terms p{d, N, true, true, {}, {}, {b, false}, true};
-    std::memcpy(warp()[lane()], a, 16);
-    warp_in_step();
-    for (int t = 0; t < 4; t++) std::memcpy(p.words + 4 * t, warp()[lane() / 4 * 4 + t], 16);
-    warp_in_step();
-    add_with(codes, p);
-  }
-  static void add_with(u32 codes, Terms p) {
+    Terms p{d, N, true, false, {}, {a, false}, {b, false}, true};
     warp()[lane()][0] = codes;
     warp_in_step();
-    for (int c = 0; c < 2; c++) p.codes[c] = warp()[lane() / 4 * 4 + c][0];
+    for (int c = 0; c < 2; c++) p.words[c] = warp()[lane() / 4 * 4 + c][0];
     warp_in_step();
     add(p);
   }
