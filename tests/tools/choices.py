@@ -32,11 +32,10 @@ CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another
 
 def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the choice of each product of a row: of a layer there are several."""
-    if "problem" in choice:
-        yield choice
-    for part in choice.values():
+    for part in (choice, *choice.values()):
         if isinstance(part, Mapping) and "problem" in part:
-            yield part
+            if part["problem"]["op"] != "attention":  # its calls never read the package's lists
+                yield part
 
 
 def line(choice: Mapping[str, Any]) -> tuple[str, str]:
