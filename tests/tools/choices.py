@@ -34,7 +34,7 @@ def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the choice of each product of a row: of a layer there are several."""
     for part in (choice, *choice.values()):
         if isinstance(part, Mapping) and "problem" in part:
-            if part["problem"]["op"] != "attention":  # its calls never read the package's lists
+            if part["problem"]["op"] != "attention":  # whose masks differ by call
                 yield part
 
 
