@@ -22,6 +22,7 @@ tests/vllm/test_engine.py compares the logits of sparse models with those of den
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,6 +53,7 @@ SERVERS, LOADS = "dense,2:4,half 2:4,blocks,fp8,w4a16", "8:16,32:32,1:1,128:128"
 REQUESTS, CHUNK, TOKENS = 128, 512, 10_000  # most at once; most of a step; of prompts' vocabulary
 CAPTURED = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": CAPTURED}
+PATIENCE_S = 20  # that a server takes to end
 MARK = "served "  # a line of a server that is not vLLM's
 Load = tuple[int, int]
 
@@ -159,7 +161,7 @@ class Served:
         command = [sys.executable, __file__, *options]
         with log.open("w") as stderr:
             pipes: Any = {"stdin": PIPE, "stdout": PIPE, "stderr": stderr, "text": True}
-            self.process = Popen(command, env=environment, **pipes)
+            self.process = Popen(command, env=environment, start_new_session=True, **pipes)
 
     def answer(self) -> dict[str, Any] | None:
         """Return the next answer; None if the process has ended."""
@@ -176,12 +178,18 @@ class Served:
             answer = self.answer()
         return answer
 
-    def close(self) -> None:
-        """End the process."""
-        try:
-            self.process.communicate(timeout=30)
-        except (BrokenPipeError, TimeoutExpired):
-            self.process.kill()
+
+def close(servers: Sequence[Served]) -> None:
+    """End the processes, and those of their engines, which would keep the GPU's memory."""
+    for each in servers:
+        with suppress(BrokenPipeError):
+            cast(TextIO, each.process.stdin).close()
+    for each in servers:
+        with suppress(TimeoutExpired):
+            each.process.wait(timeout=PATIENCE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(each.process.pid, signal.SIGKILL)
+        cast(TextIO, each.process.stdout).close()
 
 
 def main(
@@ -198,6 +206,7 @@ def main(
     if server:
         run_server(server, layers, compiled)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and closes servers
     of_loads = [cast(Load, tuple(map(int, load.split(":")))) for load in loads.split(",")]
     written = []
     with out.open("w", encoding="utf-8") as file:
@@ -209,8 +218,7 @@ def main(
                     written.append({"process": process, **line})
                     print(json.dumps(written[-1]), file=file, flush=True)
             finally:
-                for each in running:
-                    each.close()
+                close(running)
     print(*summary(written), sep="\n")
 
 

@@ -1,7 +1,9 @@
 """The script experiments/serve_vllm.py, without vLLM: its requests, its turns and its models."""
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -86,8 +88,35 @@ def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(serve_vllm, "__file__", str(script))
     server = Served("dense", 1, False, tmp_path / "log")
     assert server.run((1, 1)) == {"ms": 2}
-    server.close()
+    serve_vllm.close([server])
     assert server.process.poll() == 0
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_engine(tmp_path: Path, monkeypatch) -> None:
+    script = tmp_path / "hangs.py"
+    engine = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    script.write_text(
+        f"import subprocess, sys, time\np = {engine}\n"
+        "print('served', p.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setattr(serve_vllm, "__file__", str(script))
+    monkeypatch.setattr(serve_vllm, "PATIENCE_S", 0.1)
+    server = Served("dense", 1, False, tmp_path / "log")
+    of_engine: Any = server.answer()
+    serve_vllm.close([server])
+    assert server.process.wait(10) == -signal.SIGKILL
+    for _ in range(100):
+        if not is_running(of_engine):
+            break
+        time.sleep(0.05)
+    assert not is_running(of_engine)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("server", SERVERS.split(","))
