@@ -32,10 +32,10 @@ CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another
 
 def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the choice of each product of a row: of a layer there are several."""
-    for part in (choice, *choice.values()):
-        if isinstance(part, Mapping) and "problem" in part:
-            if part["problem"]["op"] != "attention":  # whose masks differ by call
-                yield part
+    parts = [part for part in (choice, *choice.values()) if isinstance(part, Mapping)]
+    for part in (part for part in parts if "problem" in part):
+        if part["problem"]["op"] != "attention":  # whose masks differ by call
+            yield part
 
 
 def line(choice: Mapping[str, Any]) -> tuple[str, str]:
