@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from threading import local
+from threading import Lock, local
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +44,7 @@ SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 T = TypeVar("T")
 KEPT: dict[int, tuple[dict[int, Any], Any]] = {}  # by capture: its owners by id, and a semaphore
+_sweeping = Lock()
 
 
 class _CaptureDepth(local):
@@ -85,9 +86,11 @@ def make_lasting(make: Callable[[], T], device: torch.device) -> T:
 
     Another thread makes it, without a gradient, on this thread's stream of the device. While that
     stream is captured, it is made on the default stream instead, and is done when this returns.
+    Its tensors are not those of an inference mode of this thread, on a CPU neither.
     """
     if device.type != "cuda":
-        return make()
+        with torch.inference_mode(False), torch.no_grad():
+            return make()
     capturing = torch.cuda.is_current_stream_capturing()
     current = torch.cuda.default_stream if capturing else torch.cuda.current_stream
     stream = current(device)
@@ -131,11 +134,13 @@ def keep(owner: object) -> None:
 
 def sweep() -> int:
     """Release the owners of destroyed graphs; return how many owners are still kept."""
-    for key, (_, semaphore) in [*KEPT.items()]:
-        if _c().sem_trywait(semaphore) == 0:
-            KEPT.pop(key, None)
+    with _sweeping:  # or another thread would read a semaphore that this one has freed
+        kept = [*KEPT.items()]
+        ended = [key for key, (_, semaphore) in kept if _c().sem_trywait(semaphore) == 0]
+        released = [KEPT.pop(key) for key in ended]
+        for _, semaphore in released:
             _c().free(semaphore)
-    return sum(len(owners) for owners, _ in KEPT.values())
+    return sum(len(owners) for owners, _ in [*KEPT.values()])
 
 
 def captured_into() -> tuple[int, int] | None:

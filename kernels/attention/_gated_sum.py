@@ -56,8 +56,9 @@ def _save(ctx: Any, inputs: tuple[list[Tensor], list[Tensor]], output: Tensor) -
 
 
 def _differentiate(ctx: Any, do: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    count = len(ctx.saved_tensors) // 2
-    branches, gates = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them once
+    count = len(saved) // 2
+    branches, gates = saved[:count], saved[count:]
     of_branches = [(do * gate[..., None]).to(do.dtype) for gate in gates]
     pairs = zip(branches, gates, strict=True)
     return of_branches, [(do.float() * o.float()).sum(-1).to(gate.dtype) for o, gate in pairs]

@@ -140,11 +140,16 @@ def _compressed(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> Te
 @lru_cache(MOST_MASKS)
 def _complete(tokens: tuple[int, int], batch: int, block: int, device: torch.device) -> BlockMask:
     """Return the mask of the blocks that end at each query or before, for all heads."""
+    return make_lasting(lambda: _make_complete(tokens, batch, block, device), device)
+
+
+def _make_complete(
+    tokens: tuple[int, int], batch: int, block: int, device: torch.device
+) -> BlockMask:
     queries, keys = tokens
     ends = torch.arange(1, -(-keys // block) + 1, device=device) * block
     complete = ends <= torch.arange(1, queries + 1, device=device)[:, None] + keys - queries
-    allowed = complete.expand(batch, 1, -1, -1)
-    return make_lasting(lambda: BlockMask.from_elements(allowed, [SIDE, SIDE]), device)
+    return BlockMask.from_elements(complete.expand(batch, 1, -1, -1), [SIDE, SIDE])
 
 
 @lru_cache(MOST_MASKS)

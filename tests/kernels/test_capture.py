@@ -3,6 +3,9 @@
 import ctypes
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +113,31 @@ def test_an_owner_of_two_graphs_lives_as_long_as_either(driver: Driver) -> None:
     driver.destroy(2)
     assert capture.sweep() == 0
     assert gone(seen)
+
+
+def test_threads_that_sweep_at_once_free_each_semaphore_once(driver, monkeypatch) -> None:
+    driver.capturing = 1
+    capture.keep(Owner())
+    driver.capturing = 0
+    freed, both = list[Any](), Barrier(2)
+
+    def trywait(semaphore: Any) -> int:
+        assert semaphore not in freed
+        with suppress(BrokenBarrierError):
+            both.wait(0.2)
+        return 0
+
+    library = SimpleNamespace(sem_trywait=trywait, free=freed.append)
+    monkeypatch.setattr(capture, "_c", lambda: library)
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(lambda _: capture.sweep(), range(2))] == [0, 0]
+    assert len(freed) == 1
+
+
+def test_what_lasts_is_no_inference_tensor() -> None:
+    with torch.inference_mode():
+        made = capture.make_lasting(lambda: torch.zeros(1), torch.device("cpu"))
+    assert not made.is_inference()
 
 
 def test_a_launch_is_kept_by_the_graph_that_it_is_captured_into(driver: Driver) -> None:

@@ -1,12 +1,14 @@
 """Lists of single queries: their gathering, what NSA and MoBA select, and attention in fp64."""
 
 import math
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sparsebench import moba_attention, nsa_attention, select_attention
 from sparsebench.errors import FormatError, Unsupported
@@ -31,6 +33,7 @@ from sparsebench.kernels.attention._moba import score_blocks
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
 from sparsebench.kernels.attention._nsa import compress
 from sparsebench.kernels.attention._selecting import _select_launch
+from sparsebench.kernels.nn import token_attention
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
@@ -290,6 +293,38 @@ def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
     operands, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
     whole = nsa_attention(*operands, window=70, **options)
     assert torch.equal(nsa_attention(*operands, window=10**9, **options), whole)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_nsa_may_first_run_in_inference_mode_or_a_checkpoint(window: int | None) -> None:
+    case, count = USED[0], 5 if window is None else 6
+    token_attention._window.cache_clear()
+    options: dict[str, Any] = {"keep": 4, "block": 16, "window": window or 1}
+    whole = partial(nsa_attention, **options)
+    with torch.inference_mode():
+        inferred = whole(*[*case.operands(), *gates(case)][:count])
+    inputs = [x.requires_grad_() for x in [*case.operands(), *gates(case)][:count]]
+    o = whole(*inputs)
+    assert torch.allclose(o, inferred, atol=1e-6)
+    again = checkpoint(whole, *inputs, use_reentrant=False)
+    both = (torch.autograd.grad(y.sum(), inputs) for y in (o, again))
+    assert all(map(torch.equal, *both))
+
+
+@pytest.mark.parametrize(
+    "case", [TokenCase(200, 200, (4, 2), 4, 8), TokenCase(90, 90, (8, 1), 8, 6)]
+)
+def test_autocast_selects_what_its_dtype_selects(case: TokenCase) -> None:
+    operands, of_gates = case.operands(), gates(case)
+    options: dict[str, Any] = {"keep": case.keep, "block": case.block}
+    narrow = [x.bfloat16() for x in operands]
+    with torch.autocast("cpu", torch.bfloat16):
+        results = (
+            nsa_attention(*operands, *of_gates, **options),
+            moba_attention(*operands, **options),
+        )
+    assert torch.equal(results[0], nsa_attention(*narrow, *of_gates, **options))
+    assert torch.equal(results[1], moba_attention(*narrow, **options))
 
 
 @pytest.mark.interpreted
