@@ -16,16 +16,16 @@
 //   element. A place is a byte of the swizzled second tile.
 //
 //   A CTA has HEIGHT rows of tiles and one of SPLIT parts of k. A stage of its ring has a tile of
-//   each row and the two boxes of X for them, 64 columns each. HEIGHT warpgroups multiply it; with
-//   TURNS = 2 others multiply the next.
+//   each row and the two boxes of X for them, 64 columns each. HEIGHT warpgroups multiply it. With
+//   TURNS = 2, as many others multiply the next stage.
 //
 //        warp 0 of the producers    X by TMA, heads by bulk copies --+--> stage
 //        warp 1                     bounds of lists --> lists -------+
 //        a warpgroup    first . X, second . X     in flight, while it
 //                       fills the next second tile from its list. Then it clears this one.
 //
-//   With TURNS = 2 a warpgroup has one second tile, and fills it before the products. Heads need no
-//   bounds, so that the first copies start at once.
+//   With TURNS = 2 a warpgroup has one second tile, and fills it before the products. A warp of its
+//   own copies the heads, which need no bounds, so the first copies start at once.
 //
 //   The CTAs of a cluster share the k of the same features. At the end each leaves its sums in
 //   shared memory, and adds up a part of the tokens, always in the same order.
@@ -105,10 +105,12 @@ __device__ __forceinline__ void multiply(float* d, u32 tile, u32 x, const uint4&
   Wgmma<TOKENS>::multiply_sparse(d, a + 4, b1, words.z);
   Wgmma<TOKENS>::multiply_sparse(d, a + 6, b1 + 4, words.w);
 }
-// Keep metadata in registers up to here: wgmma reads them while it runs.
+// Keep metadata in registers up to here, because wgmma reads them while it runs.
 __device__ __forceinline__ void hold(const uint4& v) {
   asm volatile("" :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
 }
+// Hide a constant from the compiler. Otherwise its register gets another value while the last product
+// still reads it, and Y is off by a quarter or more.
 __device__ __forceinline__ u32 opaque(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
@@ -117,11 +119,11 @@ __device__ __forceinline__ u32 opaque(u32 v) {
 
 struct Part { int group, begin, end; };  // rows of tiles of a CTA, and its steps along k
 
-// Past the last row of tiles come copies of it, which nobody writes.
+// A warpgroup past the last row of tiles multiplies that row again, and its sums are not stored.
 __device__ __forceinline__ u64 tile_of(const Weights& w, const Part& part, int row, int step) {
   return (u64)min(part.group * HEIGHT + row, w.row_tiles - 1) * w.tiles + step;
 }
-// One thread.
+// One thread calls this.
 __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w, const Part& part,
                                            Ring<DEPTH> ring, u32 stages, int stage_bytes, int m) {
   for (int step = part.begin; step < part.end; step++, ring.advance()) {
@@ -135,8 +137,8 @@ __device__ __forceinline__ void load_heads(const TensorMap& x, const Weights& w,
     tma_load(stage + X_BOX, &x, step * COLUMNS + COLUMNS / 2, 0, full);
   }
 }
-// A warp: its lanes read the bounds of 32 steps at a time. It writes the bytes of each list to
-// `sizes`.
+// A warp calls this. Its lanes read the bounds of 32 steps at a time, and its first lane writes the
+// bytes of each list to `sizes`.
 __device__ __forceinline__ void load_lists(const Weights& w, const Part& part, Ring<DEPTH> ring,
                                            u32 stages, int stage_bytes, int room, u32 sizes) {
   const int lane = threadIdx.x % 32;

@@ -55,7 +55,7 @@ class Config:
     height      rows of tiles of a CTA, which share X
     turns       warpgroups of a row, which multiply tiles in turn: 1 or 2
     split       CTAs of a cluster, which divide k
-    depth       stages of the ring, a multiple of `turns` and more
+    depth       stages of the ring: a multiple of `turns`, and at least twice as many
     """
 
     tokens: int
@@ -68,6 +68,11 @@ class Config:
     def warpgroups(self) -> int:
         """Return the warpgroups of a CTA that multiply."""
         return self.height * self.turns
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA, with the two warps that load."""
+        return 128 * self.warpgroups + 64
 
     def stage_bytes(self, room: int) -> int:
         """Return the bytes of a stage; `room` is those of the longest list."""
@@ -103,15 +108,15 @@ class Pairs:
         return self.heads.numel() + self.lists.numel() + 4 * self.bounds.numel()
 
 
-def packed(dense: Tensor) -> Pairs:
-    """Pack a matrix [n, k] of 16 bits."""
-    parts = [_packed(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
+def pack(dense: Tensor) -> Pairs:
+    """Pack a matrix [n, k] of fp16 or bf16."""
+    parts = [_pack_rows(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
     heads, lists, units = (torch.cat(each) for each in zip(*parts, strict=True))
     bounds = pad(units.cumsum(0), (1, 0)).int()
     return Pairs(heads, lists, bounds, int(units.amax()) * UNIT)
 
 
-def _packed(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pack_rows(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the heads, the lists, and the size of each list in UNITs."""
     bits = pad(dense.view(BITS[2]), (0, -dense.shape[1] % COLUMNS, 0, -len(dense) % ROWS))
     groups = bits.unflatten(1, (-1, GROUP))
@@ -140,15 +145,18 @@ def _packed(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     last = rank == counts[tile] - 1
     for more in range(LIST_STEP):  # the last element again, up to a whole step
         again = last & (rank % LIST_STEP + more < LIST_STEP) if more else slice(None)
-        its = tile[again]
-        lists[of_list[its] + _at(rank[again] + more, units[its])] = words[again]
+        of_tile = tile[again]
+        lists[of_list[of_tile] + _at(rank[again] + more, units[of_tile])] = words[again]
     return heads, lists.view(torch.uint8), units
 
 
 def _turns(tile: Tensor, places: Tensor) -> Tensor:
     """Return the order of the elements of all lists in which 32 neighbours lie in many banks.
 
-    Those that are first in their bank come first, bank by bank, then those that are second.
+    tile    of each element, ascending
+    places  of each, as the kernel reads them
+
+    The first element of each bank comes first, bank by bank, and then the second of each.
     """
     bank = tile * BANKS + (places >> 2) % BANKS
     order = bank.argsort(stable=True)
@@ -182,7 +190,7 @@ _LOCK = Lock()
 
 @made_while_used
 def _pairs(w: Bitmap, stamp: tuple[tuple[int, int], ...]) -> Pairs:
-    return make_lasting(lambda: packed(w.to_dense()), w.records.device)
+    return make_lasting(lambda: pack(w.to_dense()), w.records.device)
 
 
 def pairs_of(w: Bitmap) -> Pairs:
@@ -197,11 +205,11 @@ def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
     """Return what fits, the likeliest first."""
     device, room = w.records.device, pairs_of(w).room
     at_once = {split: at_once_of(split, device) for split in SPLITS}
-    configs = fitting(*w.shape, call.m, room)
+    configs = configurations(*w.shape, call.m, room)
     return sorted(configs, key=lambda config: _predicted_us(config, w.shape, room, at_once))
 
 
-def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
+def configurations(n: int, k: int, m: int, room: int) -> Iterator[Config]:
     """Yield the configurations for m tokens, each with as many stages as fit."""
     tokens = next(t for t in TOKENS if t >= m)
     for height, turns, split in product(HEIGHTS, TURNS, SPLITS):
@@ -215,11 +223,12 @@ def fitting(n: int, k: int, m: int, room: int) -> Iterator[Config]:
 def _predicted_us(
     config: Config, shape: tuple[int, int], room: int, at_once: Mapping[int, int]
 ) -> float:
-    """Return a model of the time without the launch, of 14336 x 4096 and 5120 x 13824 on an H200.
+    """Return the predicted time without the launch, in µs.
 
-    A round has a first copy and a store, 5 together, and 3 more in a cluster. An SM copies 46 KB a
-    microsecond, if the stages after the one that it multiplies cover the 2.6 that a copy takes; all
-    read 3.9 MB of W. Without turns it takes 6 % longer.
+    The numbers fit 14336 x 4096 and 5120 x 13824 on an H200. The first copy and the store of a
+    round take 5 together, and 3 more in a cluster. In a microsecond an SM copies 46 KB, if the
+    other stages cover the 2.6 that a copy takes, and all SMs read 3.9 MB of W. Without turns the
+    copies take 6 % longer.
     """
     n, k = shape
     of_w = config.height * (HEAD_BYTES + room)
@@ -233,10 +242,10 @@ def _predicted_us(
 
 
 def at_once_of(split: int, device: torch.device) -> int:
-    """Return how many clusters of `split` CTAs run at a time."""
+    """Return how many clusters of `split` CTAs run at a time, one CTA on an SM."""
     if split == 1 or device.type != "cuda":
         return max(multiprocessors(device) // split, 1)
-    return cuda.clusters_at_once(split, 288, SHARED_BYTES, device)
+    return cuda.clusters_at_once(split, Config(16, 2, 1, split, 2).threads, SHARED_BYTES, device)
 
 
 def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
@@ -246,7 +255,7 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     constants, shared = constants_of(config, w.dtype), config.shared_bytes(pairs.room)
     kernel = cuda.load("bitmap_pairs", "multiply_pairs", constants, shared, device)
     ctas = -(-row_tiles // config.height) * config.split
-    loaded = kernel.on(ctas, 128 * config.warpgroups + 64)
+    loaded = kernel.on(ctas, config.threads)
     arrays = pairs.heads, pairs.lists, pairs.bounds
     weights = *(a.data_ptr() for a in arrays), row_tiles, tiles
 

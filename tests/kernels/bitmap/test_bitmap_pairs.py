@@ -59,7 +59,7 @@ def unpacked(pairs: bitmap_pairs.Pairs, n: int, k: int) -> Tensor:
 def test_the_records_hold_every_element_once(n: int, k: int, sparsity: float) -> None:
     kept = torch.rand(n, k, generator=torch.Generator().manual_seed(n)) >= sparsity
     dense = (torch.randn(n, k) * kept).to(BF16)
-    pairs = bitmap_pairs.packed(dense)
+    pairs = bitmap_pairs.pack(dense)
     assert torch.equal(unpacked(pairs, n, k), dense)
     assert (pairs.bounds.diff() * 16).amax() == pairs.room <= 4 * 4096
 
@@ -67,7 +67,7 @@ def test_the_records_hold_every_element_once(n: int, k: int, sparsity: float) ->
 def test_at_half_zeros_the_records_have_three_quarters_of_the_bytes() -> None:
     kept = torch.rand(512, 1024, generator=torch.Generator().manual_seed(0))
     for sparsity, part in ((0.5, 0.755), (0.7, 0.615), (0.8, 0.58)):
-        pairs = bitmap_pairs.packed((kept >= sparsity).to(BF16))
+        pairs = bitmap_pairs.pack((kept >= sparsity).to(BF16))
         assert pairs.stored_bytes / (2 * kept.numel()) == pytest.approx(part, abs=0.01)
 
 
@@ -157,7 +157,7 @@ def test_nan_and_infinity_are_where_the_definition_has_them(monkeypatch) -> None
 @pytest.mark.parametrize("m", [1, 24, 64, 128])
 @pytest.mark.parametrize("room", [0, 3600, 4 * 4096])
 def test_configurations_fit_however_many_elements_a_record_has(n, k, m, room) -> None:
-    configs = [*bitmap_pairs.fitting(n, k, m, room)]
+    configs = [*bitmap_pairs.configurations(n, k, m, room)]
     assert configs
     for config in configs:
         assert config.shared_bytes(room) <= bitmap_pairs.SHARED_BYTES
