@@ -28,13 +28,14 @@ from sparsebench.results.record import Problem
 SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
-MERGED = 1 << 14  # bytes of Q of 32 queries; twice as many took 2.35 instead of 2.09 ms (NSA, 16k)
-COMMON = 16  # of 32 queries: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
-LARGE = 128  # keys of a block, from above which on only a block of all 32 saves time
+MERGE_BYTES = 1 << 14  # of Q of 32 queries; twice as many take 2.35 instead of 2.09 ms (NSA, 16k)
+LEAST_COMMON = 16  # of 32: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
+LARGE = 128  # keys; a larger block saves time only if all 32 queries selected it
 
 FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]
 SMALLEST = 16
-SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span", "workers"  # one code
+SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span", "workers"
+"""Arguments whose values must not specialize a kernel, so that all sections run the same code."""
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -57,13 +58,13 @@ def unsupported_mask(mask: BlockMask) -> str | None:
     return _unsupported_queries(mask.block)
 
 
-def fitting(
+def configurations(
     w: ListedMask, call: AttentionCall, tiles: list[_shapes.Tile], matrices: int
 ) -> list[Config]:
     """Return the tiles whose operands fit one SM, one at least. Raises Unsupported.
 
-    tiles     of 16 bits; those of FP32 take their place
-    matrices  that a tile gathers
+    tiles     rows of queries, keys, warps and stages, for 16 bits; in fp32, FP32 replaces them
+    matrices  matrices of queries that a tile gathers: Q, or Q and dO
     """
     refuse(unsupported_mask(w.mask))
     shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
@@ -94,23 +95,28 @@ def _config(
 
 
 def least_common(heads: int, side: int) -> int:
-    """Return how many of 32 queries of some heads must have selected a block to share its loads.
+    """Return how many of 32 neighbouring queries must have selected a block to share its loads.
 
-    A single head would load 64 keys for 32 rows, where a gathered tile loads them for 64.
+    heads  of a query that share the list; a single head would load 64 keys for 32 rows, where a
+           gathered tile loads them for 64, so no block is common
+    side   keys of a block
     """
     if heads == 1:
         return CHUNK + 1
-    return COMMON if side <= LARGE else CHUNK
+    return LEAST_COMMON if side <= LARGE else CHUNK
 
 
 def sections_of(
     shape: _shapes.AttentionShape, pack: int, places: int
 ) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """Return the parts of a section, and of each: its first unit, units, first token and tokens."""
+    """Return how many parts the largest section has, and all sections.
+
+    A section is its first unit, its number of units, its first token and its number of tokens.
+    """
     of_row, units = places * pack, shape.batch * shape.heads // pack
-    fitting = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)  # queries
-    span = min(shape.q_tokens, max(CHUNK, fitting // CHUNK * CHUNK))
-    height = min(units, max(1, fitting // shape.q_tokens))
+    queries = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)
+    span = min(shape.q_tokens, max(CHUNK, queries // CHUNK * CHUNK))
+    height = min(units, max(1, queries // shape.q_tokens))
     sections = [
         (unit, min(height, units - unit), token, min(span, shape.q_tokens - token))
         for unit in range(0, units, height)
@@ -128,13 +134,13 @@ def constants_of(
     both |= {"CHUNK": CHUNK, "PLACES": places}
     tile = {"TOKENS": config.tokens, "PACK": config.pack, "STAGES": config.stages}
     tile |= {"BLOCKS": triton.next_power_of_2(mask.kv_blocks), "num_warps": config.warps}
-    heads = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
+    heads = max(1, min(config.pack, MERGE_BYTES // (CHUNK * shape.depth * shape.itemsize)))
     merged = {"PACK": heads, "UNIT": config.pack, "STAGES": 2}
     return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
 
 
 def gathered_of(mask: BlockMask, places: int, least: int) -> tuple[Gathered, list[BoundKernel]]:
-    """Return the gathered queries, and what writes them in each call."""
+    """Return the gathered queries, and the kernels that write them in each call."""
     if not mask.keep:
         return Gathered.of(mask, places, least), []
     gathered = Gathered.without_data(mask, places, least)
@@ -142,9 +148,9 @@ def gathered_of(mask: BlockMask, places: int, least: int) -> tuple[Gathered, lis
 
 
 def common_of(gathered: Gathered, least: int) -> tuple[Tensor | None, ...]:
-    """Return what says which blocks are common, or None for each if none can be.
+    """Return words, common and commons of `Gathered`, or None for each if no block is common.
 
-    A kernel without them has no products, and so more programs on an SM.
+    A kernel compiled without them has no products, so more of its programs fit an SM.
     """
     if least > CHUNK:
         return None, None, None

@@ -45,7 +45,7 @@ class Gathered(NamedTuple):
     counts   [rows]                          entries of each row
     words    [lists, chunks, blocks]         bits of the rows of a chunk that selected a block
     common   [lists * chunks, most]          common blocks of each chunk, ascending
-    commons  [lists * chunks]                how many they are
+    commons  [lists * chunks]                number of common blocks of each chunk
     """
 
     entries: Tensor
@@ -58,7 +58,7 @@ class Gathered(NamedTuple):
 
     @classmethod
     def without_data(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
-        """Return what each call writes, on "meta"."""
+        """Return what each call writes, on "meta"; `least` is that of `bound_gathering`."""
         (rows, blocks), tokens = mask.shape, mask.q_blocks
         lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
         entries = torch.empty(rows * places, dtype=torch.int32, device="meta")
@@ -69,7 +69,7 @@ class Gathered(NamedTuple):
 
     @classmethod
     def of(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
-        """Return those of a mask that does not change, in torch."""
+        """Gather the queries of a mask that does not change, by torch."""
         rows, (height, blocks), tokens = rows_of(mask.offsets), mask.shape, mask.q_blocks
         lists, chunks = height // tokens, triton.cdiv(tokens, CHUNK)
         size = lists, chunks, blocks
@@ -81,7 +81,7 @@ class Gathered(NamedTuple):
         commons = is_common.view(-1, blocks).sum(1)
         common = number.new_zeros(len(commons), most_common(places, blocks, least))
         at, block = is_common.view(-1, blocks).nonzero().T
-        common[at, torch.arange(len(at), device=at.device) - before(commons)[at]] = block
+        common[at, torch.arange(len(at), device=at.device) - exclusive_sum(commons)[at]] = block
 
         rows, column = rows[~is_common[cell]], column[~is_common[cell]]
         counts, list_ = torch.bincount(rows, minlength=height), rows // tokens
@@ -89,16 +89,16 @@ class Gathered(NamedTuple):
         first = torch.arange(lists, device=rows.device) * (tokens * places)
         starts = bases[:, -1].cumsum(1) - bases[:, -1] + first[:, None]
         number = torch.arange(len(rows), device=rows.device)
-        entry = rows * places + number - before(counts)[rows]
+        entry = rows * places + number - exclusive_sum(counts)[rows]
         order = ((list_ * blocks + column) * tokens + rows % tokens).argsort()
         entries = number.new_zeros(height * places)
-        of_lists = before(torch.bincount(list_, minlength=lists))
+        of_lists = exclusive_sum(torch.bincount(list_, minlength=lists))
         entries[(first - of_lists)[list_[order]] + number] = entry[order]
         arrays = entries, starts, bases, counts, words.view(size), common, commons
         return cls(*(x.to(torch.int32) for x in arrays))
 
 
-def before(counts: Tensor) -> Tensor:
+def exclusive_sum(counts: Tensor) -> Tensor:
     """Return the sum of the counts before each."""
     return counts.cumsum(0) - counts
 
@@ -113,7 +113,8 @@ def bound_gathering(
 ) -> list[BoundKernel]:
     """Return the kernels that write the queries of each block of keys, in their order.
 
-    least  rows of a chunk that share a common block; with more than CHUNK, no block is common
+    least  rows of a chunk that must have selected a block to make it common; more than CHUNK for
+           no common blocks
     """
     (rows, blocks), tokens = mask.shape, mask.q_blocks
     lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)

@@ -39,9 +39,9 @@ from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
     WAVES,
     common_of,
+    configurations,
     constants_of,
     entries_of,
-    fitting,
     gathered_of,
     least_common,
     load_keys,
@@ -63,7 +63,7 @@ WHOLE = [TILES[2], TILES[0], TILES[1]]  # of blocks up to 64
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    return fitting(w, call, WHOLE if call.shape.block[1] <= 64 else TILES, 1)
+    return configurations(w, call, WHOLE if call.shape.block[1] <= 64 else TILES, 1)
 
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:

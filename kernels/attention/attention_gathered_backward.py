@@ -8,10 +8,11 @@
 
 A tile of one query has the heads of a list as rows: one with MoBA, four with 32 and 8 heads. It
 would read a block of K and V for each of its queries, 1.3 TB for MoBA with 12 blocks of 512 at 16k
-tokens. The sums have an order, so the same operands give the same bits.
+tokens. Parts are added in the order of their places, so the same operands give the same bits.
 
-Bounds, NSA at 16k tokens, 32/8 heads: parts of dQ are 2.1 GB at most, written and read once (1.0
-ms), and products 14 D operations for each pair of a query and a key: 0.9 PFLOP, 1.3 ms.
+Bounds, NSA at 16k tokens, 32/8 heads: the parts of dQ are 2.1 GB at most; writing and reading them
+once takes 1.0 ms. The products are 14 D operations for each pair of a query and a key, 0.9 PFLOP,
+which take 1.3 ms.
 """
 
 from dataclasses import astuple
@@ -34,9 +35,9 @@ from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
     WAVES,
     common_of,
+    configurations,
     constants_of,
     entries_of,
-    fitting,
     gathered_of,
     least_common,
     load_keys,
@@ -50,14 +51,14 @@ from sparsebench.kernels.attention._shapes import LOG2_E, by_head, head_box
 from sparsebench.kernels.attention.attention_triton import code_of, matrices, refuse_path
 from sparsebench.kernels.attention.attention_triton_backward import Config, bound_dkv
 
-LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
+LOG2 = tl.constexpr(LOG2_E)  # log2(e): the LSE is natural, and the kernel takes exp2
 TILES = [(64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 2)]  # rows, keys, warps and stages of dQ
 ROWS = 32  # of a program of `_deltas`
 
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    dq = [astuple(config)[:6] for config in fitting(w, call, TILES, 2)]
+    dq = [astuple(config)[:6] for config in configurations(w, call, TILES, 2)]
     dkv = [astuple(config)[6:] for config in attention_triton_backward.choices(w, call)]
     pairs = zip_longest(dq, dict.fromkeys(dkv))
     return [Config(*(one or dq[0]), *(other or dkv[0])) for one, other in pairs]
