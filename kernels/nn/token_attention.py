@@ -30,7 +30,7 @@ from sparsebench.kernels.nn._attention_op import require_operands
 from sparsebench.kernels.nn.attention import attention, cast, factor_of
 
 SIDE = 64  # queries and keys of a block of the masks that do not change
-MOST_MASKS = 16  # that are kept of each kind
+MOST_MASKS = 16  # kept of each kind: of windows, and of complete blocks
 
 
 def nsa_attention(
@@ -130,20 +130,22 @@ def _refuse_compiled(expected: str, found: str) -> None:
 
 
 def _compressed(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> Tensor:
-    """Return O of the compressed branch, with gradients."""
+    """Return O of the compressed branch, with gradients of q, k and v. Raises Unsupported."""
     _refuse_compiled("gradient", "operands that require one")
     keys, values = (means(x, block, x.shape[2]).to(x.dtype).transpose(1, 2) for x in (k, v))
-    mask = _complete((q.shape[1], k.shape[1]), q.shape[0], block, q.device)
+    mask = _complete_blocks((q.shape[1], k.shape[1]), q.shape[0], block, q.device)
     return attention(q, keys, values, mask, scale=scale)
 
 
 @lru_cache(MOST_MASKS)
-def _complete(tokens: tuple[int, int], batch: int, block: int, device: torch.device) -> BlockMask:
-    """Return the mask of the blocks that end at each query or before, for all heads."""
-    return make_lasting(lambda: _make_complete(tokens, batch, block, device), device)
+def _complete_blocks(
+    tokens: tuple[int, int], batch: int, block: int, device: torch.device
+) -> BlockMask:
+    """Return the mask of the means of blocks that end at each query or before, for all heads."""
+    return make_lasting(lambda: _make_complete_blocks(tokens, batch, block, device), device)
 
 
-def _make_complete(
+def _make_complete_blocks(
     tokens: tuple[int, int], batch: int, block: int, device: torch.device
 ) -> BlockMask:
     queries, keys = tokens
