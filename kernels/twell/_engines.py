@@ -1,11 +1,11 @@
 """All engines of a gated layer with few active units, the likeliest first.
 
 ffn_few          one launch, up to 64 tokens
-ffn_sparse       groups of eight tokens, after a gate by torch
+ffn_sparse       groups of up to eight tokens, after a gate by torch
 ffn_twell        the same, after a gate as TwELL words
 ffn_step_sparse  the forward pass of training, in Triton; also for GPUs before Hopper
-dense            three products in torch, gate and up side by side, and a kernel for act(G) * U;
-                 before the others, except ffn_few, if many units are active
+dense            three products in torch, gate and up side by side, and a kernel for act(G) * U.
+                 If many units are active, only ffn_few comes before it
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def _in_torch(device: torch.device, call: TwellCall, config: NoConfig) -> Produc
 
 DENSE = twell_engine("dense", lambda call: [NoConfig()], _in_torch, unsupported)
 ENGINES = FEW, WHOLE, WORDS, FORWARD, DENSE
-SPARSE_UP_TO = 0.02  # of the units active: 256 tokens then take as long as dense ones (NOTES.md)
+SPARSE_UP_TO = 0.02  # share of active units with which 256 tokens take as long as dense (NOTES.md)
 
 
 def likeliest(active: int, call: TwellCall) -> Sequence[Engine]:

@@ -10,11 +10,11 @@ tokens) than `limit`, ffn_sparse.cu leaves the group to the dense products. The 
 a CUDA graph can hold the whole layer. The limit is the higher of two estimates of how many rows
 take as long as dense products:
 
-    many tokens   rows x 4 k bytes at L2_RATE  =  its tokens x 4 n k FLOPs at DENSE_RATE
+    many tokens   rows x 4 k bytes at L2_RATE  =  tokens of a group x 4 n k FLOPs at DENSE_RATE
     few tokens    rows x groups                =  DENSE_READS n: two reads of the weights, launches
 
-A group has up to 8 tokens, and fewer if SMs would be idle; then a unit that tokens share is read
-more often. A cluster of two CTAs may share the units of a group (`shape_of`).
+A group has up to 8 tokens, and fewer if SMs would be idle, although units that tokens of two groups
+share are then read twice. A cluster of two CTAs may share the units of a group (`shape_of`).
 
 With `alone` there is no dense fallback, which saves its two launches: no group is left. Each CTA of
 a cluster lists and takes a share of the units, and every group reads its rows, however many. If all
@@ -44,7 +44,7 @@ from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE, writ
 MOST_SPLIT = 2  # more CTAs do not always run at once, because a cluster lies in one GPC (NOTES.md)
 MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
 MOST_ALONE = 512  # tokens; with more, a fallback takes 2 % longer at most
-START, SUMS = 1.0, 0.25  # a group's start, and sums of a cluster, in rows of a token (NOTES.md)
+START, SUMS = 1.0, 0.25  # times of a group's start and of a cluster's sums; a token's rows take 1
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 LISTS = 3  # per CTA, as in ffn_sparse.cu
@@ -63,12 +63,12 @@ class Config:
 
 
 def shape_of(m: int, at_once: Callable[[int], int]) -> tuple[int, int]:
-    """Return the tokens of a group and the CTAs that share it, for the shortest time.
+    """Return the tokens of a group and the CTAs that share it with which a walk is the shortest.
 
-    `at_once` maps the CTAs of a group to the groups that run at the same time.
+    at_once  maps the CTAs of a group to the number of groups that run at the same time
     """
 
-    def time(shape: tuple[int, int]) -> float:  # in rows of a token
+    def time(shape: tuple[int, int]) -> float:  # a token's rows take 1
         split, height = shape
         rounds = -(-m // (height * at_once(split)))
         return rounds * (height / split + START) + (SUMS if split > 1 else 0)
@@ -79,7 +79,7 @@ def shape_of(m: int, at_once: Callable[[int], int]) -> tuple[int, int]:
 
 
 def limit_of(m: int, n: int, height: int) -> int:
-    """Return the highest number of rows of a group."""
+    """Return the highest number of rows of a group, which has `height` tokens."""
     by_arithmetic = height * n * L2_RATE / DENSE_RATE
     by_bytes = DENSE_READS * n / -(-m // height)
     return min(n, MOST_ROWS, int(max(by_arithmetic, by_bytes)))
@@ -128,7 +128,7 @@ def constants_of(call: TwellCall, height: int, split: int, config: Config) -> cu
 
 
 def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
-    """Compile for up to call.m tokens."""
+    """Compile for up to call.m tokens. Raises Unsupported."""
     alone, (most, n, k) = config.alone, call[:3]
     if alone and most > MOST_ALONE:
         raise Unsupported(f"without a fallback: expected at most {MOST_ALONE} tokens, found {most}")

@@ -52,7 +52,7 @@ Kind = Literal["gated", "plain", "activated"]
 def template_of(call: TwellCall, device: torch.device, height: int = GROUP) -> Template:
     """Return the products of call.m tokens, which take the operands of `products`, as a template.
 
-    Without a gate there is no wu among them.
+    Without a gate there is no wu among them. A group of ffn_sparse.cu has `height` tokens.
     """
     (m, n, k), int32 = call[:3], torch.int32
     shapes = {"x": (m, k), "g": (m, n), "wu": (n, k), "wd_t": (n, k), "y": (m, k)}

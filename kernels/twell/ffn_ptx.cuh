@@ -53,7 +53,8 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(evict_first_policy()));
   return v;
 }
-// Return zeros without a load unless it is there. Such loads do not wait for each other.
+// Load only if the address is there, and else return zeros. A predicate does what a branch would, and
+// several such loads are in flight together.
 __device__ __forceinline__ uint4 load_once(const uint4* from, bool there) {
   uint4 v{};
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %6, 0;\n"

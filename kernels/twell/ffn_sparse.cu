@@ -22,8 +22,8 @@
 // The products run on tensor cores (mma m16n8k16), although most of H is zero: weights are the tall
 // operand, tokens the eight columns. Groups of fewer tokens leave columns empty, but give more SMs
 // work. A unit that several tokens share is read once. A unit of a single token costs 4 K bytes from
-// L2. L2 delivers 9 TB/s to plain loads and to cp.async, and 6 to
-// cp.async.bulk (measured, NOTES.md). All other work overlaps with these copies:
+// L2, which delivers 9 TB/s to plain loads and to cp.async, and 6 to cp.async.bulk (NOTES.md). All
+// other work overlaps with these copies:
 //
 //     warps                role
 //     list     4           G, or words     --->  list, list        of later groups
