@@ -167,7 +167,7 @@ def _right(
 
 
 def agrees(out: Tensor, right: Tensor) -> bool:
-    """Return whether a product is another's up to rounding. Waits for the device."""
+    """Return whether a product equals the right one, up to rounding. Waits for the device."""
     return bool((out.float() - right.float()).norm() <= WRONG * right.float().norm())
 
 
@@ -198,7 +198,7 @@ def screened(
 
 
 def runs(call: Callable[[], object]) -> bool:
-    """Return whether a call raises nothing but a lack of memory."""
+    """Return whether a call raises no error. Raises OutOfMemoryError, which says nothing of it."""
     try:
         call()
     except torch.OutOfMemoryError:

@@ -1,7 +1,8 @@
-"""A small frozen weight in blocks as a dense product, where launches and loads of X take the time.
+"""A dense product with a copy of a small frozen weight in blocks.
 
-The copy has MOST_BYTES at most, and is packed once, like other frozen values. A search times it
-beside the kernels of blocks. On an H200 these reached, of the searched cuBLAS:
+In small layers, launches and loads of X take more time than W. The copy has MOST_BYTES at most, and
+is packed once, like other frozen values. A search times it beside the kernels of blocks, which
+reached these parts of the searched cuBLAS' speed on an H200:
 
     1000 x 1000, blocks of 10, 80 % zeros, 64, 100 and 1,024 tokens    0.86, 0.79, 0.69    2 MB
     5000 x 3000, blocks of 8, 90 %, 300 tokens                         0.74               30 MB
@@ -29,11 +30,11 @@ class Config:
     columns: bool = True
 
 
-def refused(call: BsrCall) -> str | None:
+def unsupported_call(call: BsrCall) -> str | None:
     """Return why a call takes no dense copy, or None."""
     size = call.shape[0] * call.shape[1] * call.dtype.itemsize
     if call.live:
-        return "dense copy: expected frozen values"
+        return "dense copy: expected frozen values, found values that train"
     fits = call.dtype in HALVES and size <= MOST_BYTES
     expected = f"dense copy: expected fp16 or bf16, up to {MOST_BYTES} bytes"
     return None if fits else f"{expected}, found {call.dtype} and {size}"
@@ -41,13 +42,13 @@ def refused(call: BsrCall) -> str | None:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return both layouts. Raises Unsupported."""
-    refuse(refused(call))
+    refuse(unsupported_call(call))
     return [Config(), Config(columns=False)]
 
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Plan torch's product with the copy, which `pack` makes. Raises Unsupported."""
-    refuse(refused(call))
+    refuse(unsupported_call(call))
 
     def pack(values: Tensor) -> Tensor:
         dense = replace(w, values=values).to_dense()

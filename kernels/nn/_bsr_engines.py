@@ -95,7 +95,7 @@ def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:
         first = unpacked and call.m <= FEW and min(call.block) >= LARGE
         engines = [triton, *engines] if first else [*engines, triton]
     frozen = call.op == "linear" and not call.live and device.type == "cuda"  # it packs slowly
-    if frozen and _bsr_dense.refused(call) is None:
+    if frozen and _bsr_dense.unsupported_call(call) is None:
         engines = [*engines, _bsr_dense.KERNEL]
     if frozen and call.m <= RESIDENT_TOKENS and call.shape[1] <= RESIDENT_COLUMNS:
         engines = [*engines, bsr_resident.KERNEL]

@@ -51,9 +51,9 @@ TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
-# Up to so many tokens, by the bytes of a bitmap, bitmap_pairs was faster than cuBLAS there; it was
-# with 5120 rows at 70 % zeros, and not with 4096 at 50 %.
-PAIRS_TOKENS, PAIRS_ROWS = {0.45: 64, 0.6: 48}, 5120
+# From ELEMENTS on, bitmap_pairs was faster than cuBLAS up to so many tokens, by the largest share
+# of the dense bytes that a bitmap may have. 5120 rows were enough (70 % zeros), 4096 not (50 %).
+PAIRS_TOKENS, PAIRS_ROWS = {0.45: 64, BYTES: 48}, 5120
 
 
 @dataclass(eq=False)
@@ -138,8 +138,8 @@ def derivative_of(w: Bitmap) -> Derivative:
 def pairs_are_faster(m: int, w: Bitmap) -> bool:
     """Return whether bitmap_pairs was faster than cuBLAS for a layer this large, on an H200."""
     (n, k), call = w.shape, UnstructuredCall("linear", m)
-    part = w.stored_bytes / max(n * k * w.dtype.itemsize, 1)
-    most = next((tokens for limit, tokens in PAIRS_TOKENS.items() if part <= limit), 0)
+    share = w.stored_bytes / max(n * k * w.dtype.itemsize, 1)
+    most = next((tokens for limit, tokens in PAIRS_TOKENS.items() if share <= limit), 0)
     large = n * k >= ELEMENTS and n >= PAIRS_ROWS
     return m <= most and large and bitmap_pairs.unsupported_call(w, call) is None
 
@@ -195,8 +195,8 @@ def torch_choices(w: Bitmap, call: UnstructuredCall) -> list[DenseConfig]:
 def dense_choices(w: Bitmap, call: UnstructuredCall) -> Iterator[DenseConfig]:
     """Yield torch's products, and then the fastest direct calls, which the baseline's search times.
 
-    They are timed on an X as torch allocates it. A call is left out if it is wrong for an X that
-    begins 16 bytes after a multiple of 256, which kernels read, too.
+    They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
+    a multiple of 256; a call that is wrong for such an X is left out.
     """
     yield from torch_choices(w, call)
     if not w.offsets.is_cuda or w.dtype == DTYPES["fp8"] or _cublaslt.unavailable():

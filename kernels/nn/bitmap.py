@@ -1,11 +1,11 @@
 """A linear layer with zeros anywhere, to run a pruned model: Y = X @ W.T + bias. W is frozen.
 
     records, offsets    buffers: W as in formats/bitmap.py
-    forward             sparsebench.matmul: bitmap_mma, bitmap_pairs with a copy of W as two 2:4
-                        matrices (0.56 to 0.75 of n k elements), or a dense product with a copy of
-                        n k elements where that is faster: with more tokens the zeros cost as much
-                        as in dense (bitmap/NOTES.md). A copy is made by the first such call, and
-                        the dense one stays; torch.compile and torch.export see an operator
+    forward             sparsebench.matmul runs one of these: bitmap_mma, for few tokens;
+                        bitmap_pairs, with a copy of W as two 2:4 matrices of 0.56 to 0.75 of the
+                        dense bytes; or, for many tokens, a dense product with a dense copy
+                        (bitmap/NOTES.md). The first such call makes a copy, and the dense one
+                        stays. torch.compile and torch.export see an operator
 
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """

@@ -29,5 +29,5 @@ def test_its_product_is_exact(example: Example, columns: bool) -> None:
 )
 def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None:
     call = BsrCall("linear", 64, (1000, 1000), (10, 10), BF16, live=False)
-    assert _bsr_dense.refused(call) is None
-    assert reason in _bsr_dense.refused(call._replace(**change))
+    assert _bsr_dense.unsupported_call(call) is None
+    assert reason in _bsr_dense.unsupported_call(call._replace(**change))
