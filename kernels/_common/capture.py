@@ -7,10 +7,10 @@ freed, but the graph still reads them. So code that enqueues such work names the
                    └─> KEPT: owners, semaphore                  the next sweep frees the owners
 
 The driver calls the destructor of a user object on a thread that may call neither CUDA nor Python,
-so the destructor is sem_post of the C library. It may do so at the end of the process, when Python
-has freed its objects, so the semaphore is memory of the C library. Instances and clones of a graph
-retain the object, too, as does a graph that still runs. A graph has one such object for all owners,
-because each makes a replay longer (NOTES.md). Needs a driver of CUDA 12.3 or newer.
+so the destructor is sem_post of the C library. The driver may call it when the process ends, after
+Python has freed its objects, so the C library allocates the semaphore. Instances and clones of a
+graph retain the object, too, as does a graph that still runs. A graph has one such object for all
+owners, because each object makes a replay longer (NOTES.md). Needs a driver of CUDA 12.3 or newer.
 
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
