@@ -4,11 +4,11 @@
     storage          of each part, by the checkpoint or a recipe: 2:4, blocks, anywhere, dense
 
     one layer        if all parts are stored alike
+    sparse first     the same, if the parts end with dense rows: its outputs are put back in order
     side by side     else: one layer for each part, whose outputs are concatenated
 
 In 2:4, the last rows or columns of a part may be dense. A rank has any share of them, so they are
-found in the shard itself: its first rows, or its first columns, that are 2:4 are stored sparse. Of
-several parts, the sparse rows of all come first, and the outputs are put back in their order.
+found in the shard itself: its first rows, or its first columns, that are 2:4 are stored sparse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ class SideBySide(nn.ModuleList):
 
 
 class SparseFirst(nn.Module):
-    """A layer of several parts, of which W has the sparse rows of all first; Y is put back.
+    """A layer whose W has the sparse rows of all parts first, then their dense rows.
 
     sizes   rows of each part
     sparse  how many of them are sparse
@@ -139,7 +139,7 @@ class SparseFirst(nn.Module):
         self.lengths = [*sparse, *(n - m for n, m in zip(sizes, sparse, strict=True))]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return Y [..., n of all parts] of X [..., k]."""
+        """Return Y [..., n of all parts] of X [..., k], in the order of the parts."""
         pieces = self.layer(x).split(self.lengths, -1)
         parts = len(pieces) // 2
         return torch.cat([pieces[i + half] for i in range(parts) for half in (0, parts)], -1)
@@ -182,11 +182,10 @@ def _with_dense_region(weight: Tensor, sizes: Sequence[int]) -> nn.Module:
         return _layer_of(weight, DENSE, sizes)
     if rows * k < columns * n:
         return SpenseLinear.from_dense(weight, dense_fraction=1 - columns / k, split="columns")
-    parts = [
-        part.split([m, len(part) - m]) for part, m in zip(weight.split([*sizes]), each, strict=True)
-    ]
-    ordered = torch.cat([half for halves in zip(*parts, strict=True) for half in halves])
-    layer = SpenseLinear.from_dense(ordered, dense_fraction=1 - rows / n, split="rows")
+    parts = zip(weight.split([*sizes]), each, strict=True)
+    sparse, dense = zip(*(part.split([m, len(part) - m]) for part, m in parts), strict=True)
+    sparse_first = torch.cat([*sparse, *dense])
+    layer = SpenseLinear.from_dense(sparse_first, dense_fraction=1 - rows / n, split="rows")
     return layer if len(sizes) == 1 else SparseFirst(layer, sizes, each)
 
 
