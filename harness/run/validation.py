@@ -86,7 +86,7 @@ def _compare_with_page(path: Path) -> str:
     Rows can be changed and sealed anew, but then the digest differs from that page.
     """
     digest, home = bundle.identity(path), path.resolve()
-    folder = home.parents[3 if home.parent.parent.name == "earlier" else 1]  # a replaced run
+    folder = home.parents[3 if home.parent.parent.name == bundle.EARLIER else 1]  # a replaced run
     page = folder / "README.md"
     digests = dict[str, str]()
     if page.is_file():

@@ -50,5 +50,6 @@ class Curve:
         of_points = f"{a.short} at {left} and {b.short} at {right}"
         between = "" if basis in (ESTIMATE, BOUND) else of_points
         kernels = tuple(dict.fromkeys(a.kernels + b.kernels))
-        rests_on = kernels, min(a.shapes or b.shapes, b.shapes or a.shapes)
-        return Gain(value, low, high, basis, a.part or b.part, between, a.runs + b.runs, *rests_on)
+        shapes = min(filter(None, (a.shapes, b.shapes)), default=0)  # 0: it was measured
+        rests_on = a.runs + b.runs, kernels, shapes
+        return Gain(value, low, high, basis, a.part or b.part, between, *rests_on)

@@ -257,7 +257,7 @@ def _measured_steps(
 def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> Loss | None:
     """Return the loss of a kind, or of the most zeros below it: see Advice.
 
-    The largest held-out text of a model counts.
+    Losses on the largest held-out text of a model replace those on smaller ones.
     """
     losses = [
         each
@@ -269,16 +269,15 @@ def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> 
     losses = [each for each in losses if each.is_of(model.name)] or losses
     most = max((each.sparsity for each in losses), default=0.0)
     by_model: dict[str, Loss] = {}
-    for each in sorted(
-        losses, key=lambda each: (each.held_out, -each.rise)
-    ):  # the best is the last
+    losses.sort(key=lambda each: (each.held_out, -each.rise))  # the best is the last
+    for each in losses:
         if each.sparsity == most:
             by_model[each.model] = each
     return max(by_model.values(), key=lambda each: each.rise, default=None)
 
 
 def _recovery(evidence: Evidence, loss: Loss | None, sparsity: float) -> Recovery | None:
-    """Return the longest training of each method after such pruning, and of these the best."""
+    """Return the best of the longest trainings, one of each method, after such pruning."""
     trained = [
         each
         for each in evidence.recoveries
@@ -286,7 +285,8 @@ def _recovery(evidence: Evidence, loss: Loss | None, sparsity: float) -> Recover
         and (each.pruned.model, each.pruned.way) == (loss.model, loss.way)
         and isclose(each.pruned.sparsity, sparsity)
     ]
-    longest = {e.pruned.method: e for e in sorted(trained, key=lambda each: each.minutes)}
+    trained.sort(key=lambda each: each.minutes)
+    longest = {each.pruned.method: each for each in trained}
     return min(longest.values(), key=lambda each: each.rise, default=None)
 
 

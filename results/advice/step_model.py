@@ -41,7 +41,7 @@ DECODED = 256
 PASSES, SMALL = 10, 8  # passes of the stream through memory, and small kernels, in each layer
 REST = 1.25
 MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
-ROUGH = 3.0  # ends of an interval that are a larger factor apart say only where the middle is
+ROUGH = 3.0  # an interval whose ends are a larger factor apart says little beside its middle
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Gain:
     between  the measured points that it lies between, such as `1.15× at 1 and 1.13× at 16`; ""
              if it was measured itself, or if one of them is an estimate
     runs     the published runs behind it
-    kernels  that an estimate rests on; shapes: of how many shapes
+    kernels  those whose rows an estimate rests on
+    shapes   how many shapes these rows have; 0 if it is no estimate
     """
 
     value: float
@@ -68,7 +69,7 @@ class Gain:
 
     @property
     def rough(self) -> str:
-        """Say what an estimate rests on whose interval is too wide to be used; "" for another."""
+        """Say what a rough estimate rests on: `torch_int4 in 2 shapes`; "" if it is not rough."""
         if self.basis != ESTIMATE or self.high <= ROUGH * self.low:
             return ""
         return f"{join_words([*self.kernels])} in {amount(self.shapes, 'shape')}"
