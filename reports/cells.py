@@ -26,7 +26,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench._discovery import did_you_mean
-from sparsebench._gpus import OTHER_MAKERS, generation_of, unknown_gpu
+from sparsebench._gpus import unknown_gpu
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Table
 from sparsebench.results.files import parse_json, unzip
@@ -71,8 +71,8 @@ def cells(lines: pd.DataFrame) -> list[dict[str, Any]]:
 def that_count(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse line of each problem, row and GPU, from the run that counts.
 
-    Of several runs, verdicts come first, then the run with the most contenders, then with the most
-    processes, then the latest.
+    If several runs have one, verdicts come first, then the run with the most contenders, then with
+    the most processes, then the latest.
     """
     sparse = lines[lines.side != "dense"]
     rivals = sparse.groupby(["run", "problem_id"]).case_id.transform("size")
@@ -201,8 +201,8 @@ class QueryWord:
             return word
         terms = {t for cell in every for terms in cell["terms"].values() for t in terms.split()}
         expected = "find: expected a GPU, an op, a format, a kernel, 4096x4096, m=64 or 90 %"
-        if generation_of(text) or OTHER_MAKERS.match(text):
-            raise ResultError(f"{expected}; found {text!r}{unknown_gpu(text, ())}")
+        if hint := unknown_gpu(text, ()):
+            raise ResultError(f"{expected}; found {text!r}{hint}")
         close = did_you_mean(text, sorted(terms))
         raise ResultError(f"{expected}; found {text!r}, which no published cell has{close}")
 

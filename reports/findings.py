@@ -68,14 +68,19 @@ def topic_of(view: View) -> str:
 
 
 def headline(analysis: Analysis) -> dict[str, Any]:
-    """Return the gain, the rest and the case of the first headline, and `others` in pairs alike."""
+    """Return the first headline and `others`; nothing if a run has none.
+
+    gain, rest  the text of the first headline
+    case        its case
+    others      the gain and the rest of each other headline, and remarks without a gain
+    """
     every = headlines(analysis)
     if not every:
         return {}
     first, *others = every
     gain, rest = headline_text(first)
-    pairs = ((headline_text(other), other.group) for other in others)
-    lines = [(gain, f"{rest}; {group}.") for (gain, rest), group in pairs]
+    texts = ((headline_text(other), other.group) for other in others)
+    lines = [(of_other, f"{text}; {group}.") for (of_other, text), group in texts]
     lines += [("", remark) for remark in remarks(analysis)]
     rest = f"{'; '.join([rest, *first.details])}."
     return {"gain": gain, "rest": rest, "case": first.best["case_id"], "others": lines}

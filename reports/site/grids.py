@@ -1,6 +1,6 @@
 """The grids of a site: how fast each format is over dense, by sparsity, on each number of tokens.
 
-Of several runs of a problem, the one with the most contenders counts, then the one of the most
+If several runs have a problem, the one with the most contenders counts, then the one of the most
 processes, then the latest. A cell shows only verdicts if there are any; otherwise it is marked as
 a look. The numbers and the findings are those of results/tables/grid.py.
 """

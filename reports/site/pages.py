@@ -66,7 +66,7 @@ def pages(
     doors: Mapping[str, str] = MappingProxyType({}),
     earlier: Sequence[Card] = (),
     brief: Mapping[str, str] = MappingProxyType({}),
-    count: Sequence[Card] = (),
+    current: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
@@ -74,7 +74,8 @@ def pages(
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
-    `count` are the cards whose cells count on the first page and in the search; by default all.
+    `current` are the cards of runs that no newer one replaced; the first page and the search show
+    their cells. By default all cards are.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -83,9 +84,9 @@ def pages(
     shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
-    slugs = {card.slug for card in count or cards}
-    that_count = every[every.run.isin([card.address for card in cards if card.slug in slugs])]
-    findings = _findings(that_count, cards)
+    slugs = {card.slug for card in current or cards}
+    shown = every[every.run.isin([card.address for card in cards if card.slug in slugs])]
+    findings = _findings(shown, cards)
     yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
     over_commits = commits.series([*cards, *earlier])
     changes = commits.chart(over_commits) if over_commits else ()
@@ -103,7 +104,7 @@ def pages(
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "agreement.html", _agreement(cards, site)
     yield "welcome.html", _welcome(cards, site)
-    every_cell = cells(that_count)
+    every_cell = cells(shown)
     yield "find.html", render("site_find.html", **shared, finds=True, count=len(every_cell))
     yield "cells.js", script(every_cell)
     yield "find.js", content("find.js")

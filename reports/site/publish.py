@@ -130,8 +130,8 @@ def _publish(
     sides = [(suite.name, suite.addresses) for suite in suites]
     for of_suite in each(compare, sides, "comparisons"):
         texts |= of_suite
-    count = [card for card in cards if not stored[card.slug].replaced] or cards
-    texts[devices.INDEX] = devices.index(suites, site, count)
+    current = [card for card in cards if not stored[card.slug].is_replaced] or cards
+    texts[devices.INDEX] = devices.index(suites, site, current)
     texts |= prune.pages(cards, site) if site.prune else ()
     texts |= attention.pages(site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
@@ -141,7 +141,7 @@ def _publish(
         doors["Which GPU?"] = devices.INDEX
     versions = [stored[slug].card for slug in newest]
     brief = prune.in_brief() if site.prune else {}
-    texts |= pages(cards, site, doors, versions, brief, count)
+    texts |= pages(cards, site, doors, versions, brief, current)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
     notes = _notes([stored[slug] for slug in added], site)

@@ -4,7 +4,7 @@ DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yam
                    removed.json     what is not in it (results/run/bundle.py)
                    name.txt         the name of the folder that the run came from
                    commit.txt       its commit, if it recorded a digest of its code instead
-                   replaced.txt     if it came from GPU/earlier/DATE/NAME: others count in its place
+                   replaced.txt     empty; there if it came from GPU/earlier/DATE/NAME
                    index.html       its report
                    summary.json     its card
                    rows.csv.gz      its rows as a table
@@ -85,8 +85,8 @@ class RunFolder:
         return str(self.environment.get("commit") or self._text(COMMIT))
 
     @property
-    def replaced(self) -> bool:
-        """Return whether the folder that it came from says that others count in its place."""
+    def is_replaced(self) -> bool:
+        """Return whether it came from a folder of runs that newer ones replaced."""
         return (self.path / REPLACED).exists()
 
     def _text(self, name: str) -> str:
@@ -146,7 +146,7 @@ def copy(work: tuple[Path, RunFolder]) -> None:
     fresh.path.mkdir(parents=True)
     bundle.redact(run, fresh.path)
     write_file(fresh.path / NAME, _public_name(run))
-    if run.resolve().parent.parent.name == "earlier":
+    if run.resolve().parent.parent.name == bundle.EARLIER:
         write_file(fresh.path / REPLACED, "")
     if not fresh.environment.get("commit") and (commit := commit_of(run, fresh.environment)):
         write_file(fresh.path / COMMIT, commit)

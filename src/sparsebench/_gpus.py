@@ -49,6 +49,8 @@ FORMS = (
 
 OTHER_FORMS = {"nvl", "pcie"}
 OTHER_MAKERS = re.compile(r"(amd|radeon|instinct|intel|gaudi|tpu|apple)\b|(mi|rx) ?\d{3,4}")
+"""Names of processors that sparsebench cannot measure."""
+
 LETTERS = str.maketrans("oil", "011")  # typed for the digits of a model
 
 
