@@ -31,10 +31,13 @@ CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another
 
 
 def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the choice of each product of a row: of a layer there are several."""
-    parts = [part for part in (choice, *choice.values()) if isinstance(part, Mapping)]
-    for part in (part for part in parts if "problem" in part):
-        if part["problem"]["op"] != "attention":  # whose masks differ by call
+    """Yield the choice of each product of a row; a layer has several.
+
+    Those of attention are left out, because masks differ by call.
+    """
+    for part in (choice, *choice.values()):
+        is_product = isinstance(part, Mapping) and "problem" in part
+        if is_product and part["problem"]["op"] != "attention":
             yield part
 
 
