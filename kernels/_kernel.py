@@ -116,8 +116,8 @@ class Kernel:
     device       "cuda", "cpu" or "any"
     prepare      (operands, **options) -> Launch; raises Unsupported, and never falls back
     unsupported  (problem, device) -> reason why the kernel cannot run the problem, or None
-    lossy        the larger error that the kernel may have, unless the suite states one. Of kernels
-                 outside this repository only the suite's counts
+    lossy        the larger error that the kernel may have, unless the suite states one. Only the
+                 suite's counts for kernels outside this repository
     tunes        accepted from packages written for 0.3, and without effect
     """
 
