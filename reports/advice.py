@@ -277,14 +277,14 @@ def rests_on(answer: Answer) -> list[str]:
 
 
 def _rough(answer: Answer) -> list[str]:
-    """Say what the estimates rest on whose interval is too wide to be shown."""
+    """Say what rough estimates rest on, in one sentence if there are any."""
     texts: dict[str, list[str]] = {}
     for each in answer.kinds:
         if each.step.rough:
             texts.setdefault(each.step.rough, []).append(each.kind)
-    rests = [f"{join_words(kinds)}, on {rows}" for rows, kinds in texts.items()]
-    why = "The interval of a rough estimate is too wide to be shown: few layers were measured"
-    return [f"{why}. It rests, for {'; for '.join(rests)}."] * bool(rests)
+    rests = "; ".join(f"for {join_words(kinds)}, on {rows}" for rows, kinds in texts.items())
+    why = "Rough estimates have no interval, because they rest on few layers"
+    return [f"{why}: {rests}."] if rests else []
 
 
 def _of_recoveries(answer: Answer) -> list[str]:
