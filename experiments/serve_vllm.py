@@ -4,17 +4,17 @@
 
     this process ──load──> server "dense"     a process with an engine, whose weights are random
                  ──load──> server "2:4"       the same model, and a recipe for its MLPs
-                 ...                          in turn; each second round in reverse
+                 ...                          in turn; every second round in reverse
 
-A load is `concurrency:requests`: so many requests at once, and a new one when one ends, with the
-lengths of harness/inputs/request_lengths.py. Requests do not end early, so that every server makes
-as many tokens; nothing is cached between them. All steps are CUDA graphs, without inductor, unless
-`--compiled` asks for vLLM's default. A server's first call of a turn wakes it, and the second one
-is timed.
+A load is `concurrency:requests`: so many requests are served at once, and a new one begins when one
+ends, with the lengths of harness/inputs/request_lengths.py. Every server makes as many tokens,
+because requests do not end early; nothing is cached between them. All steps are CUDA graphs, without
+inductor, unless `--compiled` asks for vLLM's default. A server serves a load twice in a turn: the
+first call wakes it, and the second one is timed.
 
-The file has a line for each timed call: ms of all requests, to the first token and between later
-ones, as means over requests. `--replicates` repeats everything in fresh processes. A server that
-does not start is a line too, and the others go on.
+The file has a line for each timed call: ms of all requests, ms to the first token and ms between
+later ones, the last two as means over requests. `--replicates` repeats everything in fresh
+processes. If a server does not start, its line has an error, and the others go on.
 
 tests/vllm/test_engine.py compares the logits of sparse models with those of dense ones.
 """
@@ -50,10 +50,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 SERVERS, LOADS = "dense,2:4,half 2:4,blocks,fp8,w4a16", "8:16,32:32,1:1,128:128"
-REQUESTS, CHUNK, TOKENS = 128, 512, 10_000  # most at once; most of a step; of prompts' vocabulary
+MOST_REQUESTS, CHUNK = 128, 512  # at once; tokens of a step
+PROMPT_TOKENS = 10_000  # of the vocabulary, from which prompts are drawn
 CAPTURED = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": CAPTURED}
-PATIENCE_S = 20  # that a server takes to end
+PATIENCE_S = 20  # for a server to end
 MARK = "served "  # a line of a server that is not vLLM's
 Load = tuple[int, int]
 
@@ -62,7 +63,7 @@ Load = tuple[int, int]
 
 
 def folder_of(server: str, layers: int, place: Path) -> Path:
-    """Write the configuration of a model, and its recipe."""
+    """Return a new folder with the configuration of a model, and its recipe."""
     from transformers import Qwen3Config
 
     folder = place / server.replace(" ", "-").replace(":", "-")
@@ -79,7 +80,7 @@ def folder_of(server: str, layers: int, place: Path) -> Path:
 
 
 def engine_of(server: str, layers: int, compiled: bool, place: Path) -> Any:
-    """Start an engine."""
+    """Return vLLM's engine, after it has started, with a server's model."""
     from vllm import LLM
 
     graphs = {"cudagraph_capture_sizes": CAPTURED} if compiled else GRAPHS
@@ -90,7 +91,7 @@ def engine_of(server: str, layers: int, compiled: bool, place: Path) -> Any:
         quantization=method,
         skip_tokenizer_init=True,
         max_model_len=512,
-        max_num_seqs=REQUESTS,
+        max_num_seqs=MOST_REQUESTS,
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.12,  # servers share a card
@@ -101,14 +102,16 @@ def engine_of(server: str, layers: int, compiled: bool, place: Path) -> Any:
 
 
 def serve(engine: Any, load: Load, call: int) -> dict[str, float]:
-    """Return the times of a load, ms."""
+    """Serve a load, and return its times in ms. `call` is the seed of its prompts."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     concurrency, requests = load
     lengths = {f"{call}.{i}": each for i, each in enumerate(lengths_of("short", requests))}
-    drawn, waiting = random.Random(call), list(lengths)[::-1]
-    prompts = {name: drawn.choices(range(TOKENS), k=p) for name, (p, _) in lengths.items()}
+    generator, waiting = random.Random(call), list(lengths)[::-1]
+    prompts = {
+        name: generator.choices(range(PROMPT_TOKENS), k=p) for name, (p, _) in lengths.items()
+    }
     added, first, last = dict[str, float](), dict[str, float](), dict[str, float]()
 
     def add() -> None:
@@ -151,11 +154,11 @@ def run_server(server: str, layers: int, compiled: bool) -> None:
 # ---- servers in turn ----
 
 
-class Served:
+class ServerProcess:
     """A server's process."""
 
     def __init__(self, server: str, layers: int, compiled: bool, log: Path) -> None:
-        self.server = server
+        self.server, self.log = server, log
         environment = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
         options = ["--server", server, "--layers", str(layers), *["--compiled"] * compiled]
         command = [sys.executable, __file__, *options]
@@ -179,7 +182,7 @@ class Served:
         return answer
 
 
-def close(servers: Sequence[Served]) -> None:
+def close(servers: Sequence[ServerProcess]) -> None:
     """End the processes, and those of their engines, which would keep the GPU's memory."""
     for each in servers:
         with suppress(BrokenPipeError):
@@ -206,13 +209,17 @@ def main(
     if server:
         run_server(server, layers, compiled)
         return
+    names, written = servers.split(","), []
+    if unknown := [name for name in names if name not in SERVERS.split(",")]:
+        found = ",".join(unknown)
+        raise typer.BadParameter(f"expected {SERVERS}, found {found}", param_hint="--servers")
+    of_loads = [load_of(text) for text in loads.split(",")]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and closes servers
-    of_loads = [cast(Load, tuple(map(int, load.split(":")))) for load in loads.split(",")]
-    written = []
     with out.open("w", encoding="utf-8") as file:
         for process in range(replicates):
-            names = enumerate(servers.split(","))
-            running = [Served(s, layers, compiled, out.with_suffix(f".{i}.log")) for i, s in names]
+            logs = [out.with_suffix(f".{i}.log") for i in range(len(names))]
+            pairs = zip(names, logs, strict=True)
+            running = [ServerProcess(name, layers, compiled, log) for name, log in pairs]
             try:
                 for line in contest(running, of_loads, rounds):
                     written.append({"process": process, **line})
@@ -222,13 +229,23 @@ def main(
     print(*summary(written), sep="\n")
 
 
+def load_of(text: str) -> Load:
+    """Return the load of a text such as 8:16. Raises BadParameter."""
+    numbers = [int(part) for part in text.split(":") if part.isdecimal()]
+    if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
+        expected = "expected the requests at once and at least as many requests, as in 8:16"
+        raise typer.BadParameter(f"{expected}, found {text}", param_hint="--loads")
+    return numbers[0], numbers[1]
+
+
 def contest(
-    servers: Sequence[Served], loads: Sequence[Load], rounds: int
+    servers: Sequence[ServerProcess], loads: Sequence[Load], rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a line for each server that starts or does not, and for each timed call."""
     starts = {each: each.answer() for each in servers}
     for each, start in starts.items():
-        yield {"server": each.server, **(start or {"error": "it ended: see its log"})}
+        error = {"error": f"expected an engine, found that its process ended: {each.log}"}
+        yield {"server": each.server, **(start or error)}
     ready = [each for each, start in starts.items() if start]
     for load in loads:
         for each in ready:
@@ -242,14 +259,14 @@ def contest(
 
 def summary(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield requests per second of each load and server, and over dense, round by round."""
-    ms: dict[tuple[Load, str], list[float]] = {}
+    ms: dict[tuple[Load, str], dict[tuple[int, int], float]] = {}  # by process and round
     for line in lines:
         if "ms" in line:
-            load = line["concurrency"], line["requests"]
-            ms.setdefault((load, line["server"]), []).append(line["ms"])
+            load, turn = (line["concurrency"], line["requests"]), (line["process"], line["round"])
+            ms.setdefault((load, line["server"]), {})[turn] = line["ms"]
     for (load, server), each in ms.items():
-        rate, dense = 1e3 * load[1] / median(each), ms.get((load, "dense"), [])
-        ratios = sorted(a / b for a, b in zip(dense, each, strict=False))
+        rate, dense = 1e3 * load[1] / median(each.values()), ms.get((load, "dense"), {})
+        ratios = sorted(dense[turn] / each[turn] for turn in each.keys() & dense.keys())
         text = between(median(ratios), ratios[0], ratios[-1]) if ratios else ""
         yield f"{load[0]} at once, {server}: {rate:.1f} requests per second, {text} of dense"
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import serve_vllm
-from serve_vllm import SERVERS, Served, contest, folder_of, serve, summary
+import typer
+from serve_vllm import SERVERS, ServerProcess, contest, folder_of, serve, summary
+from typer.testing import CliRunner
 
 from sparsebench.harness.inputs.request_lengths import lengths_of
 
@@ -54,11 +56,11 @@ def test_so_many_requests_are_served_at_once_and_make_all_tokens() -> None:
     assert 0 <= times["first_token_ms"] < times["ms"]
 
 
-class FakeServed:
+class FakeServer:
     """A server that takes so many ms, or does not start."""
 
     def __init__(self, server: str, ms: float | None, turns: list[str]) -> None:
-        self.server, self.ms, self.turns = server, ms, turns
+        self.server, self.ms, self.turns, self.log = server, ms, turns, "log"
 
     def answer(self) -> dict[str, float] | None:
         return {"start_s": 1.0} if self.ms else None
@@ -71,13 +73,31 @@ class FakeServed:
 def test_servers_take_turns_and_one_that_does_not_start_is_a_line() -> None:
     turns: list[str] = []
     times = {"dense": 200.0, "2:4": 160.0, "fp8": None}
-    servers: list[Any] = [FakeServed(name, ms, turns) for name, ms in times.items()]
-    lines = [*contest(servers, [(2, 4)], 2)]
+    servers: list[Any] = [FakeServer(name, ms, turns) for name, ms in times.items()]
+    lines = [{"process": 0, **line} for line in contest(servers, [(2, 4)], 2)]
     assert turns == ["dense", "2:4"] * 2 + ["2:4", "dense"]
     assert [line["server"] for line in lines if "error" in line] == ["fp8"]
     text = "\n".join(summary(lines))
     assert "2 at once, dense: 20.0 requests per second" in text
     assert "2 at once, 2:4: 25.0 requests per second, 1.2" in text
+
+
+def test_a_round_without_dense_has_no_ratio() -> None:
+    at = {"concurrency": 1, "requests": 1, "process": 0}
+    turns = [("dense", 1, 4.0), ("2:4", 0, 1.0), ("2:4", 1, 2.0)]
+    lines = [{**at, "server": name, "round": turn, "ms": ms} for name, turn, ms in turns]
+    assert " 2.0" in [*summary(lines)][1]
+
+
+@pytest.mark.parametrize(
+    "option", ["--servers=dense,2:5", "--loads=8", "--loads=16:8", "--loads=a:8"]
+)
+def test_unknown_servers_and_loads_are_refused(option: str, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(serve_vllm.main)
+    result = CliRunner().invoke(app, [option, f"--out={tmp_path / 'served.jsonl'}"])
+    assert result.exit_code == 2
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -> None:
@@ -86,7 +106,7 @@ def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -
         "import sys\nfor line in sys.stdin: print('served {\"ms\": 2}', flush=True)\n"
     )
     monkeypatch.setattr(serve_vllm, "__file__", str(script))
-    server = Served("dense", 1, False, tmp_path / "log")
+    server = ServerProcess("dense", 1, False, tmp_path / "log")
     assert server.run((1, 1)) == {"ms": 2}
     serve_vllm.close([server])
     assert server.process.poll() == 0
@@ -101,7 +121,7 @@ def test_a_server_that_does_not_end_is_killed_with_its_engine(tmp_path: Path, mo
     )
     monkeypatch.setattr(serve_vllm, "__file__", str(script))
     monkeypatch.setattr(serve_vllm, "PATIENCE_S", 0.1)
-    server = Served("dense", 1, False, tmp_path / "log")
+    server = ServerProcess("dense", 1, False, tmp_path / "log")
     of_engine: Any = server.answer()
     serve_vllm.close([server])
     assert server.process.wait(10) == -signal.SIGKILL
