@@ -8,9 +8,9 @@
 
 A load is `concurrency:requests`: so many requests are served at once, and a new one begins when one
 ends, with the lengths of harness/inputs/request_lengths.py. Every server makes as many tokens,
-because requests do not end early; nothing is cached between them. All steps are CUDA graphs, without
-inductor, unless `--compiled` asks for vLLM's default. A server serves a load twice in a turn: the
-first call wakes it, and the second one is timed.
+because requests do not end early. Nothing is cached between them. All steps are CUDA graphs, and
+inductor compiles none of them; `--compiled` takes vLLM's default instead. A server serves a load
+twice in a turn: the first call wakes it, and the second one is timed.
 
 The file has a line for each timed call: ms of all requests, ms to the first token and ms between
 later ones, the last two as means over requests. `--replicates` repeats everything in fresh
