@@ -44,7 +44,7 @@ SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 T = TypeVar("T")
 KEPT: dict[int, tuple[dict[int, Any], Any]] = {}  # by capture: its owners by id, and a semaphore
-_sweeping = Lock()
+_sweep_lock = Lock()
 
 
 class _CaptureDepth(local):
@@ -86,7 +86,7 @@ def make_lasting(make: Callable[[], T], device: torch.device) -> T:
 
     Another thread makes it, without a gradient, on this thread's stream of the device. While that
     stream is captured, it is made on the default stream instead, and is done when this returns.
-    Its tensors are not those of an inference mode of this thread, on a CPU neither.
+    torch counts writes to its tensors even if this thread is in inference mode, also on a CPU.
     """
     if device.type != "cuda":
         with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +134,7 @@ def keep(owner: object) -> None:
 
 def sweep() -> int:
     """Release the owners of destroyed graphs; return how many owners are still kept."""
-    with _sweeping:  # or another thread would read a semaphore that this one has freed
+    with _sweep_lock:  # or another thread would read a semaphore that this one has freed
         kept = [*KEPT.items()]
         ended = [key for key, (_, semaphore) in kept if _c().sem_trywait(semaphore) == 0]
         released = [KEPT.pop(key) for key in ended]
