@@ -52,8 +52,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 SERVERS, LOADS = "dense,2:4,half 2:4,blocks,fp8,w4a16", "8:16,32:32,1:1,128:128"
 MOST_REQUESTS, CHUNK = 128, 512  # at once; tokens of a step
 PROMPT_TOKENS = 10_000  # of the vocabulary, from which prompts are drawn
-CAPTURED = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": CAPTURED}
+GRAPH_TOKENS = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": GRAPH_TOKENS}
 PATIENCE_S = 20  # for a server to end
 MARK = "served "  # a line of a server that is not vLLM's
 Load = tuple[int, int]
@@ -83,7 +83,7 @@ def engine_of(server: str, layers: int, compiled: bool, place: Path) -> Any:
     """Return vLLM's engine, after it has started, with a server's model."""
     from vllm import LLM
 
-    graphs = {"cudagraph_capture_sizes": CAPTURED} if compiled else GRAPHS
+    graphs = {"cudagraph_capture_sizes": GRAPH_TOKENS} if compiled else GRAPHS
     method = "sparsebench" if server in RECIPES else "fp8" if server == "fp8" else None
     llm = LLM(
         str(folder_of(server, layers, place)),

@@ -36,7 +36,7 @@ MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
 MANY_ROWS = 1 << 16  # from which on a warp selects for several rows: lists of single queries
 SCORES, MANY_SCORES = 512, 1024  # of a warp; with many rows, they need not wait for other warps
-ROUNDS = tl.constexpr(4)  # after which a program looks whether it has found the smallest scores
+ROUNDS = tl.constexpr(4)  # from one test whether the smallest scores are known to the next
 LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
 
 

@@ -37,11 +37,11 @@ from sparsebench.results.record import Problem
 ROWS, COLUMNS, ROW_BYTES, GROUP = 64, 128, 128, 4
 LIST_STEP = 4  # elements of a list that a thread reads at a time
 BANKS = 32  # of shared memory, and lanes of a warp
-AT_ONCE = 2**18  # columns of W times tiles of 64 rows that are packed at a time
+PACK_STEP = 2**18  # columns of W times tiles of 64 rows that are packed at a time
 TILE_BYTES = ROWS * ROW_BYTES
 HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
-LEAST_TOKENS, MOST_TOKENS = 1, 128
-TOKENS = 16, 32, 48, 64, 96, 128
+TOKENS = 16, 32, 48, 64, 96, 128  # to which X is padded
+MOST_TOKENS = TOKENS[-1]
 HEIGHTS, TURNS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
 SHARED_BYTES = 227 * 1024
 MOST_SUMS = 288  # tokens times warpgroups: more need more registers than there are
@@ -110,7 +110,7 @@ class Pairs:
 
 def pack(dense: Tensor) -> Pairs:
     """Pack a matrix [n, k] of fp16 or bf16."""
-    parts = [_pack_rows(rows) for rows in dense.split(max(AT_ONCE // dense.shape[1], 1) * ROWS)]
+    parts = [_pack_rows(rows) for rows in dense.split(max(PACK_STEP // dense.shape[1], 1) * ROWS)]
     heads, lists, units = (torch.cat(each) for each in zip(*parts, strict=True))
     bounds = pad(units.cumsum(0), (1, 0)).int()
     return Pairs(heads, lists, bounds, int(units.amax()) * UNIT)
@@ -285,17 +285,19 @@ def unsupported_call(w: Bitmap, call: UnstructuredCall) -> str | None:
     (n, k), m = w.shape, call.m
     if w.dtype not in cuda.HALVES:
         return f"expected fp16 or bf16, found {w.dtype}"
-    if not LEAST_TOKENS <= m <= MOST_TOKENS:
-        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {m}"
     if k % 8 or not n or not k:
         return f"expected a multiple of 8 columns of X, found {k} and {n} rows of W"
-    return None
+    return _unsupported_tokens(m)
+
+
+def _unsupported_tokens(m: int) -> str | None:
+    fits = 1 <= m <= MOST_TOKENS
+    return None if fits else f"expected 1 to {MOST_TOKENS} tokens, found {m}"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    if not LEAST_TOKENS <= problem["m"] <= MOST_TOKENS:
-        return f"expected {LEAST_TOKENS} to {MOST_TOKENS} tokens, found {problem['m']}"
-    return unsupported_on_hopper(problem, device, ("fp16", "bf16"))
+    reason = unsupported_on_hopper(problem, device, ("fp16", "bf16"))
+    return _unsupported_tokens(problem["m"]) or reason
 
 
 KERNEL = gpu_engine(
