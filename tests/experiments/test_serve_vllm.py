@@ -12,6 +12,7 @@ import pytest
 import serve_vllm
 from serve_vllm import SERVERS, Served, contest, folder_of, serve, summary
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.request_lengths import lengths_of
 
 
@@ -78,6 +79,26 @@ def test_servers_take_turns_and_one_that_does_not_start_is_a_line() -> None:
     text = "\n".join(summary(lines))
     assert "2 at once, dense: 20.0 requests per second" in text
     assert "2 at once, 2:4: 25.0 requests per second, 1.2" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loads": "8"},
+        {"loads": "8:4"},  # no requests would be left to add
+        {"loads": "0:4"},  # none would ever end
+        {"loads": "8:16:3"},
+        {"loads": "1:1,"},
+        {"loads": "129:256"},
+        {"servers": "dense,24"},  # would be served dense
+        {"servers": "dense,2:4,2:4"},
+        {"out": Path("missing/served.jsonl")},
+    ],
+)
+def test_a_wrong_option_is_refused_before_a_server_starts(options: Any, monkeypatch) -> None:
+    monkeypatch.setattr(serve_vllm, "Served", None)
+    with pytest.raises(SuiteError):
+        serve_vllm.main(**options)
 
 
 def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -> None:
