@@ -22,6 +22,7 @@ tests/vllm/test_engine.py compares the logits of sparse models with those of den
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -35,7 +36,9 @@ from typing import Annotated, Any, TextIO, cast
 
 import typer
 
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.inputs.request_lengths import lengths_of
+from sparsebench.harness.models.reporting import require_writable
 from sparsebench.results.formatting import between
 
 SIZES = {
@@ -154,6 +157,29 @@ def run_server(server: str, layers: int, compiled: bool) -> None:
 # ---- servers in turn ----
 
 
+def servers_of(text: str) -> list[str]:
+    """Return the servers of `--servers`. Raises SuiteError: an unknown one would be a dense one."""
+    names, every = text.split(","), SERVERS.split(",")
+    for name in names:
+        if name not in every or names.count(name) > 1:
+            expected = f"each once of {SERVERS}"
+            raise SuiteError(f"--servers: expected {expected}; found {name!r} in {text!r}")
+    return names
+
+
+def loads_of(text: str) -> list[Load]:
+    """Return the loads of `--loads`. Raises SuiteError."""
+    loads = []
+    for part in text.split(","):
+        numbers = re.fullmatch(r"([0-9]+):([0-9]+)", part)
+        load = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+        if not 1 <= load[0] <= min(load[1], MOST_REQUESTS):
+            expected = f"1 to {MOST_REQUESTS} requests at once of as many or more, such as 8:16"
+            raise SuiteError(f"--loads: expected {expected}; found {part!r}")
+        loads.append(load)
+    return loads
+
+
 class ServerProcess:
     """A server's process."""
 
@@ -199,9 +225,9 @@ def main(
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("served.jsonl"),
     servers: str = SERVERS,
     loads: Annotated[str, typer.Option(help="requests at once : requests")] = LOADS,
-    rounds: int = 12,
-    replicates: int = 1,
-    layers: Annotated[int, typer.Option(help="of 36")] = 12,
+    rounds: Annotated[int, typer.Option(min=1)] = 12,
+    replicates: Annotated[int, typer.Option(min=1)] = 1,
+    layers: Annotated[int, typer.Option(help="of 36", min=1)] = 12,
     compiled: Annotated[bool, typer.Option("--compiled", help="vLLM's default")] = False,
     server: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -209,11 +235,8 @@ def main(
     if server:
         run_server(server, layers, compiled)
         return
-    names, written = servers.split(","), []
-    if unknown := [name for name in names if name not in SERVERS.split(",")]:
-        found = ",".join(unknown)
-        raise typer.BadParameter(f"expected {SERVERS}, found {found}", param_hint="--servers")
-    of_loads = [load_of(text) for text in loads.split(",")]
+    require_writable(out)
+    names, of_loads, written = servers_of(servers), loads_of(loads), []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # and closes servers
     with out.open("w", encoding="utf-8") as file:
         for process in range(replicates):
@@ -227,15 +250,6 @@ def main(
             finally:
                 close(running)
     print(*summary(written), sep="\n")
-
-
-def load_of(text: str) -> Load:
-    """Return the load of a text such as 8:16. Raises BadParameter."""
-    numbers = [int(part) for part in text.split(":") if part.isdecimal()]
-    if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1]:
-        expected = "expected the requests at once and at least as many requests, as in 8:16"
-        raise typer.BadParameter(f"{expected}, found {text}", param_hint="--loads")
-    return numbers[0], numbers[1]
 
 
 def contest(
@@ -272,4 +286,7 @@ def summary(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SparsebenchError as error:
+        sys.exit(f"error: {error}")

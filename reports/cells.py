@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any, Final
 
@@ -247,10 +247,12 @@ def _command(nearest: CellRecord, misfits: Sequence[QueryWord]) -> str:
 
 
 def _number(text: str) -> float | None:
+    """Return a finite number from 0 on, or None for another text: distances are ratios."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return None
+    return number if 0 <= number < inf else None
 
 
 @dataclass(frozen=True)

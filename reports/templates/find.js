@@ -1,6 +1,6 @@
 // The search of reports/cells.py for a page: the cells that fit every word, or the nearest one.
 const { misfits, most, cells } = CELLS;
-const numeric = (text) => (text.trim() === "" || Number.isNaN(+text) ? null : +text);
+const numeric = (text) => (text.trim() !== "" && +text >= 0 && +text < Infinity ? +text : null);
 const has = (cell, name, term) => (cell.terms[name] ?? "").split(" ").includes(term);
 const wordsOf = (query) =>
   query.toLowerCase().replace(/(\d)\s*[x×]\s*(?=\d)/g, "$1x").replaceAll(",", " ")

@@ -25,6 +25,7 @@ from sparsebench.results.run.bundle import ROWS
 from sparsebench.results.run.provenance import device_name, on_gpu
 from sparsebench.results.run.store import BUDGET, StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.frame import LOADS
 
 FIRST = datetime(2024, 1, 1, tzinfo=UTC)  # no run is older
 AHEAD = timedelta(days=1)  # of the clock of this machine
@@ -135,6 +136,10 @@ def _clean_samples(run: StoredRun, rows: list[Row]) -> int:
     for row in rows:
         for expected, actual in faults(row, owners):
             raise _error(run, row, expected, actual)
+    of_energy = [row for row in rows if row.energy_j is not None]
+    for row in of_energy:
+        if bool(row.loads) != bool(of_energy[0].loads):
+            raise _error(run, row, "loads in all rows with energy_j or in none", len(row.loads))
     return sum(len(row.samples_us) for row in rows)
 
 
@@ -144,9 +149,10 @@ def faults(row: Row, owners: Owners) -> Iterator[tuple[str, object]]:
     No samples repeat, and no two rows have equal ones, in 55,000 published rows, though the clock
     of a GPU has steps of 32 ns.
     """
-    loads = {f"{n} of load {at}": v for at, load in row.loads.items() for n, v in load.items()}
+    loads = [(f"{n} of load {at}", v) for at, load in row.loads.items() for n, v in load.items()]
     timed, taken = row.status is Status.OK, row.samples_us
-    for name, value in {**vars(row), **row.telemetry, **loads}.items() if timed else ():
+    quantities = *vars(row).items(), *row.telemetry.items(), *loads  # energy_j is in two of them
+    for name, value in quantities if timed else ():
         least = -inf if name in SIGNED else 0
         if isinstance(value, int | float) and not (value >= least and isfinite(value)):
             yield f"{name} of 0 or more", value
@@ -161,6 +167,20 @@ def faults(row: Row, owners: Owners) -> Iterator[tuple[str, object]]:
     if taken and (owner := owners.setdefault(tuple(sorted(taken)), row)) is not row:
         named = f"those of {owner.case.contender.label} in replicate {owner.replicate}"
         yield "samples of its own", named
+    if row.loads:
+        yield from _faults_of_loads(row)
+
+
+def _faults_of_loads(row: Row) -> Iterator[tuple[str, object]]:
+    """Yield what differs from the fields that harness/bench/energy.py writes."""
+    if {*row.loads} != {*LOADS}:
+        yield f"loads {' and '.join(LOADS)}", ", ".join(row.loads)
+    if row.energy_j != (full := row.loads.get("full", {}).get("j_per_call")):
+        yield f"energy_j as j_per_call of load full, {full}", row.energy_j
+    for name, load in row.loads.items():
+        us, calls, window_s = (load.get(each, 0.0) for each in ("us_per_call", "calls", "window_s"))
+        if not 0 < 0.25e6 * window_s <= us * calls <= 1e6 * window_s:  # half of it are pauses
+            yield f"calls of load {name} that fill {window_s:g} s", f"{calls:g} of {us:g} µs"
 
 
 def _own_draws(run: StoredRun, rows: list[Row]) -> int:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import serve_vllm
-import typer
 from serve_vllm import SERVERS, ServerProcess, contest, folder_of, serve, summary
-from typer.testing import CliRunner
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.request_lengths import lengths_of
 
 
@@ -90,14 +89,23 @@ def test_a_round_without_dense_has_no_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--servers=dense,2:5", "--loads=8", "--loads=16:8", "--loads=a:8"]
+    "options",
+    [
+        {"loads": "8"},
+        {"loads": "8:4"},  # no requests would be left to add
+        {"loads": "0:4"},  # none would ever end
+        {"loads": "8:16:3"},
+        {"loads": "1:1,"},
+        {"loads": "129:256"},
+        {"servers": "dense,24"},  # would be served dense
+        {"servers": "dense,2:4,2:4"},
+        {"out": Path("missing/served.jsonl")},
+    ],
 )
-def test_unknown_servers_and_loads_are_refused(option: str, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(serve_vllm.main)
-    result = CliRunner().invoke(app, [option, f"--out={tmp_path / 'served.jsonl'}"])
-    assert result.exit_code == 2
-    assert not [*tmp_path.iterdir()]
+def test_a_wrong_option_is_refused_before_a_server_starts(options: Any, monkeypatch) -> None:
+    monkeypatch.setattr(serve_vllm, "ServerProcess", None)
+    with pytest.raises(SuiteError):
+        serve_vllm.main(**options)
 
 
 def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -> None:

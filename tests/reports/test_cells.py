@@ -98,6 +98,8 @@ def test_a_missing_cell_says_so_and_names_the_nearest_and_the_command(every) -> 
     ("query", "token"),
     [
         ("m=64 h1000", "did you mean h100?"),
+        ("2:4 m=-64 h100", "m=-64"),
+        ("2:4 m=nan h100", "m=nan"),
         ("spense_wgma", "did you mean spense_wgmma?"),
         ("2:4 a100", "new-gpu"),
         ("mi300x", "NVIDIA GPUs"),

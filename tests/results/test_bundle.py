@@ -279,6 +279,18 @@ def spread(us: float, count: int) -> tuple[float, ...]:
     return tuple(us + i / 1000 for i in range(count))
 
 
+def loaded(change: dict[str, Any], **others: Any) -> Callable[[list[Row]], list[Row]]:
+    """Return a function that gives all rows two loads, and changes those of the first."""
+    load = {"us_per_call": 2000.0, "j_per_call": 0.5, "window_s": 3.0, "calls": 1400.0}
+    loads = {"half": {**load, "calls": 740.0}, "full": load}
+    right: dict[str, Any] = {"loads": loads, "energy_j": 0.5, "energy_window_s": 3.0}
+    wrong = {**right, "loads": {**loads, "full": {**load, **change}}, **others}
+    return lambda rows: [
+        replace(row, **(right if i or not (change or others) else wrong))
+        for i, row in enumerate(rows)
+    ]
+
+
 BOUND = {"clock": "graph", "bound_us": 10.0, "bound_by": "memory"}
 DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "another device": (first(device="GPU-2"), "found GPU-2"),
@@ -346,6 +358,17 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
         f"{name} of {value}": (first(**{name: value}), f"expected {name} of 0 or more")
         for name, value in {"prepare_s": -1.0, "flops": inf, "nnz": -1, "energy_j": nan}.items()
     },
+    "energy beside the board's": (
+        first(energy_j=-1.0, telemetry={"energy_j": 5.0}),
+        "expected energy_j of 0 or more",
+    ),
+    "a load of other energy": (loaded({"j_per_call": 0.6}), "expected energy_j as j_per_call"),
+    "a load of no time": (loaded({"us_per_call": 0.0}), "calls of load full that fill 3 s"),
+    "a load of shorter calls": (loaded({"us_per_call": 20.0}), "calls of load full that fill 3 s"),
+    "a load of more calls": (loaded({"calls": 1600.0}), "calls of load full that fill 3 s"),
+    "a load of no calls": (loaded({"calls": 0.0}), "found 0 of 2000 µs"),
+    "a load that is unknown": (loaded({}, loads={"max": {}}), "loads half and full, found max"),
+    "a row without loads": (loaded({}, loads={}), "expected loads in all rows"),
     "negative seconds of telemetry": (first(telemetry={"seconds": -1.0}), "expected seconds of 0"),
 }
 
@@ -365,6 +388,12 @@ def test_times_of_a_gpu_are_held_against_its_limits(damage: str, run: Path) -> N
     store.write_json(run / "environment.json", {"schema": store.ENVIRONMENT_SCHEMA, **gpu})
     rows = [replace(row, **BOUND, device="GPU-1") for row in store.rows(run)]
     assert message in damaged(run, lambda _: change(rows))
+
+
+def test_rows_with_loads_are_accepted(run: Path) -> None:
+    store.replace_rows(run, loaded({})(store.rows(run)))
+    bundle.seal(run)
+    assert lines(run)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
