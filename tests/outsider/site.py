@@ -1,6 +1,7 @@
 """The figures of a site: its grids, its list of runs, the answer of each run, cells of claims.
 
-Each function yields the figures that the rows do not give.
+Each function reads a file, and yields the figures that the rows do not give. `TALLY` counts all
+that were looked up, by function.
 """
 
 import html
@@ -8,14 +9,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from tests.outsider.ratios import fastest, ratio, shows
-from tests.outsider.readme import side, stated
-from tests.outsider.rows import HOME, Blocks, cases, dense, every_case, on_zeros, runs, usual
+from tests.outsider.readme import TALLY, side, stated
+from tests.outsider.rows import (
+    HOME,
+    Blocks,
+    cases,
+    dense,
+    digest,
+    earlier,
+    every_case,
+    on_zeros,
+    runs,
+    usual,
+)
 
 METRICS = {  # the values of claims, from a ratio and the density
     "speedup, ×": lambda ratio, density: ratio,
@@ -24,9 +37,9 @@ METRICS = {  # the values of claims, from a ratio and the density
 }
 
 
-def grids(page: str) -> Iterator[str]:
+def grids(file: Path) -> Iterator[str]:
     """Yield each gain of a page's grids, by tokens and sparsity, that no run gives."""
-    every = every_case()
+    every, page = every_case(), file.read_text("utf-8")
     names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype", "tokens"))
     grids = re.findall(f'data-grid="gains" {names}>(.*?)</table>', page, re.DOTALL)
     for gpu, op, dtype, tokens, grid in grids:
@@ -34,12 +47,14 @@ def grids(page: str) -> Iterator[str]:
         rows = rows[(rows.dtype == dtype) & (rows.tokens == tokens)]
         for head, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', grid):
             for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
+                TALLY["grids"] += 1
                 here = rows[(rows.sparsity == level) | (rows.level == level)]  # 94.68 % is 95 %
                 here = usual(here[(here["n × k"] == shape)])
                 name = "default" if name.endswith(" (by default)") else name
-                here = here[here.label.str.partition("/")[2] == name]
+                here = here[np.array([n.partition("/")[2] == name for n in here.label], bool)]
                 block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
-                here = here[[str(params.get("block", "")) == block for params in here.params]]
+                same = [str(params.get("block", "")) == block for params in here.params]
+                here = here[np.array(same, bool)]
                 if not any(over_dense(gain, case, every) for _, case in here.iterrows()):
                     yield f"m {tokens} {level} {shape} {head} {name} {gain}"
 
@@ -51,19 +66,19 @@ def over_dense(text: str, case: pd.Series, matches: pd.DataFrame) -> bool:
     return base is not None and shows(text, ratio(case.blocks, base.blocks))
 
 
-def listed_runs(page: str) -> Iterator[str]:
+def listed_runs(file: Path) -> Iterator[str]:
     """Yield each figure of a site's list of runs that the runs do not give."""
     row = r'<tr id="[^"]*"><td class="wrap"><a href="(.*?)/index.html">(.*?)</tr>'
-    for name, line in re.findall(row, page):
-        run = at_address(name)
+    for address, line in re.findall(row, file.read_text("utf-8")):
+        run = at_address(address, file.parent)
         text = re.sub(r"<[^>]*>", " ", line)
         yield from (f"{run} {each}" for each in stated(html.unescape(text), cases(run)))
 
 
 def answer(file: Path) -> Iterator[str]:
     """Yield each figure of the answer at the top of a run's page that the run does not give."""
-    run = at_address("/".join(file.parts[-3:-1]))
-    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
+    run = at_address("/".join(file.parts[-3:-1]), file.parents[2])
+    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text("utf-8"), flags=re.DOTALL)
     top = page.partition('<p class="headline">')[2].partition("</p>")[0]
     answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
     answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
@@ -71,19 +86,29 @@ def answer(file: Path) -> Iterator[str]:
     yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
 
 
-def at_address(address: str) -> str:
-    """Return the run at an address of a site, such as h200/sparsity-4096.
+def at_address(address: str, site: Path) -> str:
+    """Return the run at an address of a site, such as h200/sparsity-4096-2, by its digest.
 
-    A name alone is that of the device with the most runs.
+    Pages without a site name a run alone: that of the device with the most runs.
     """
+    removed = site / address / "removed.json"
+    if removed.exists():
+        return by_digest()[json.loads(removed.read_text("utf-8"))["of"]]
     on_device = Counter(run.partition("/")[0] for run in runs())
     end = address if "/" in address else f"/{address}"
     matches = [run for run in runs() if run.endswith(end)]
     return max(matches, key=lambda run: on_device[run.partition("/")[0]])
 
 
-def claimed(page: str) -> Iterator[str]:
+@cache
+def by_digest() -> dict[str, str]:
+    """Return every published run, replaced ones too, by the SHA-256 of its manifest."""
+    return {digest(run): run for run in [*earlier(), *runs()]}
+
+
+def claimed(file: Path) -> Iterator[str]:
     """Yield each cell of a claim's page whose value its run or its file does not give."""
+    page = file.read_text("utf-8")
     for text in re.findall(r"<thead><tr><th[^>]*>cell<.*?</table>", page, re.DOTALL):
         header, *lines = [
             [html.unescape(each) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
@@ -91,20 +116,21 @@ def claimed(page: str) -> Iterator[str]:
         ]
         for line in lines:
             shown = re.match(r"-?[\d.]+(?:×| %)", line[1]) and header[1] in METRICS
-            if shown and not holds(header[1], line):
+            TALLY["claimed"] += bool(shown)
+            if shown and not holds(header[1], line, file.parent.parent):
                 yield " | ".join(line)
 
 
-def holds(metric: str, line: list[str]) -> bool:
+def holds(metric: str, line: list[str], site: Path) -> bool:
     """Return whether a cell's subject has its value over its baseline, in as many processes."""
     label, shown, _, subject, baseline, *_, source = line
     name, _, processes = source.rpartition(", ")
     if " of " in baseline:
-        return beside_op(line)
+        return beside_op(line, site)
     files = [file for kind in ("training", "whole") for file in HOME.glob(f"{kind}/{name}.json")]
     if files:
         return in_file(metric, json.loads(files[0].read_text()), line)
-    run = at_address(name)
+    run = at_address(name, site)
     matches = labelled(cases(run), label)
     matches = matches[matches.cache == "cold"]
     subject, baseline = (
@@ -121,11 +147,11 @@ def holds(metric: str, line: list[str]) -> bool:
     return False
 
 
-def beside_op(line: list[str]) -> bool:
+def beside_op(line: list[str], site: Path) -> bool:
     """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
-    places = [at_address(name) for name in names.split(" over ")]
+    places = [at_address(name, site) for name in names.split(" over ")]
     sides: list[list[Blocks]] = []
     for run, where, who in (
         (places[0], label, subject),
