@@ -74,7 +74,8 @@ def pages(
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
-    `count` are the cards whose cells count on the first page and in the search; by default all.
+    `count` are the cards whose cells count in grids and in the search; by default all. A format or
+    a kernel that only replaced runs have keeps their cells.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -94,7 +95,8 @@ def pages(
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
-            cases = every[every[column] == name]
+            cases = that_count[that_count[column] == name]
+            cases = cases if len(cases) else every[every[column] == name]
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
     for card in (*cards, *earlier):
         yield f"badges/{card.slug}.svg", _badge(card)

@@ -279,11 +279,11 @@ def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
         for ours in contest.blocks
         for next_one in contest.blocks
     ]
-    lead = r"([\d.]+)× \[([\d.]+), ([\d.]+)\] as fast as"
-    for number in re.findall(lead, text):
-        TALLY["stated"] += 3
-        if not any(all(map(agrees, number, values)) for values in leads):
-            yield f"{number[0]}× [{number[1]}, {number[2]}] as fast"
+    lead = r"([\d.]+×(?: \[[\d.]+, [\d.]+\])?) as fast as"
+    for shown in re.findall(lead, text):
+        TALLY["stated"] += len(re.findall(r"[\d.]+", shown.replace(",", "")))
+        if not any(shows(shown, values) for values in leads):
+            yield f"{shown} as fast"
     text = re.sub(lead, "", text)
     for number in re.findall(r"([\d.]+)(?:×| \[)", text):
         TALLY["stated"] += 1

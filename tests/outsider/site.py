@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tests.outsider.ratios import fastest, ratio, shows
-from tests.outsider.readme import TALLY, side, stated
+from tests.outsider.ratios import between, fastest, ratio, shows, walsh
+from tests.outsider.readme import TALLY, stated
 from tests.outsider.rows import (
     HOME,
     Blocks,
@@ -35,6 +36,18 @@ METRICS = {  # the values of claims, from a ratio and the density
     "of_ideal, %": lambda ratio, density: 100 * ratio * density,
     "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
 }
+
+TEXTS = {  # values with other names on pages
+    "two_four": "2:4",
+    "six_eight": "6:8",
+    "spense_rows": "half 2:4",
+    "spense_hidden": "half 2:4",
+    "spense_columns": "half 2:4 by columns",
+    "heads": "a list for each head",
+    "kv_heads": "a list for each KV head",
+    "one": "one list for all heads",
+}
+MODELS = {5120: "Qwen3-32B"}  # by the hidden size
 
 
 def grids(file: Path) -> Iterator[str]:
@@ -111,7 +124,10 @@ def claimed(file: Path) -> Iterator[str]:
     page = file.read_text("utf-8")
     for text in re.findall(r"<thead><tr><th[^>]*>cell<.*?</table>", page, re.DOTALL):
         header, *lines = [
-            [html.unescape(each) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
+            [
+                html.unescape(re.sub(r"<[^>]*>", "", each))
+                for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
+            ]
             for line in re.split(r"<tr[^>]*>", text)[1:]
         ]
         for line in lines:
@@ -152,7 +168,7 @@ def beside_op(line: list[str], site: Path) -> bool:
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
     places = [at_address(name, site) for name in names.split(" over ")]
-    sides: list[list[Blocks]] = []
+    sides: list[list[tuple[Blocks, float]]] = []
     for run, where, who in (
         (places[0], label, subject),
         (places[-1], f"{op}, {label.partition(', ')[2]}", other),
@@ -165,11 +181,13 @@ def beside_op(line: list[str], site: Path) -> bool:
             base = fastest(contest, (contest.format == "dense") & ~on_zeros(contest)).blocks
             both = ours.blocks.keys() & base.keys()
             logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
-            sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))
+            gains = Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()})
+            sides[-1].append((gains, between(ours.blocks)))
     return any(
-        len(side) == int(processes.split()[0]) and shows(line[1], ratio(side, beside))
-        for side in sides[0]
-        for beside in sides[1]
+        len(side) == int(processes.split()[0])
+        and shows(line[1], ratio(side, beside, float(np.hypot(cards, other_cards))))
+        for side, cards in sides[0]
+        for beside, other_cards in sides[1]
     )
 
 
@@ -187,37 +205,46 @@ def in_file(metric: str, data: dict, line: list[str]) -> bool:
     trained = pd.DataFrame(data["trained"])
     dense_ones, factors = trained[trained.pattern == "dense"], []
     for one in trained.itertuples():
-        name = f"train-lm, {100 * one.sparsity:.2f} %, {one.block} × {one.block} blocks, "
-        if f"{name}weights {one.pattern}, width {one.width}" == label:
+        shape = f"{100 * one.sparsity:.2f} %", f"{one.block} × {one.block} blocks"
+        data = f"data {one.data}" if "data" in trained else shape[0]
+        name = {*shape, data, one.pattern.replace("_", " "), f"width {one.width}"}
+        if name <= {*label.split(", ")}:
             enough = dense_ones[
                 (dense_ones.seed == one.seed) & (dense_ones.parameters >= one.parameters)
             ]
             if len(enough):
                 factors.append(enough.loc[enough.parameters.idxmin()].step_us / one.step_us)
-    return shows(line[1], (np.exp(np.log(factors).mean()), min(factors), max(factors)))
+    middle = walsh(np.log(factors))[0] if len(factors) >= 6 else np.log(factors).mean()
+    return shows(line[1], (np.exp(middle), min(factors), max(factors)))
 
 
 def named(matches: pd.DataFrame, label: str) -> pd.Series:
     """Return which contenders have a name; older rows name the format of the weights, dense."""
-    return matches.label.str.partition("/")[2] == label.partition("/")[2]
+    return matches.label.map(lambda name: name.partition("/")[2] == label.partition("/")[2])
 
 
 def labelled(matches: pd.DataFrame, label: str) -> pd.DataFrame:
-    """Keep the cases that a cell names: linear, bf16, m 64, 4096 × 4096, active 29."""
-    for part in label.split(", "):
-        name, _, value = part.rpartition(" ")
-        if part.endswith(" %"):
-            matches = matches[matches.sparsity == part]
-        elif part.endswith(" blocks"):
-            matches = matches[matches.block.astype(str) == side(part)]
-        elif " × " in part:
-            matches = matches[matches["n × k"] == part]
-        elif not name:
-            matches = matches[(matches.op == part) | (matches.dtype == part)]
-        else:
-            column = {"m": "tokens"}.get(name, name)
-            values = matches[column].map(
-                lambda v: f"{v:g}" if isinstance(v, int | float) else str(v)
-            )
-            matches = matches[values == value]
-    return matches
+    """Keep the cases that a cell names: linear, bf16, m 64, 4096 × 4096, 2:4, active 29."""
+    parts = label.split(", ")
+    keep = [
+        all(part in words(case) or str(case.source).endswith(f"/{part}") for part in parts)
+        for case in matches.itertuples()
+    ]
+    return matches[np.array(keep, bool)]
+
+
+def words(case: Any) -> set[str]:
+    """Return the texts that a label may have for a case: of every field, and of its value."""
+    fields = {name: value for name, value in case.fields if value is not None}
+    texts = {case.op, case.sparsity, case.achieved}
+    for name, value in fields.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        texts |= {f"{name} {shown}", f"{shown} {name.replace('kv_', 'KV ')}"}
+        texts |= {shown.replace("_", " "), TEXTS.get(shown, "")}
+        if isinstance(value, list):
+            texts.add(f"{name} {' × '.join(map(str, value))}")
+    block = fields.get("block")
+    sides = block if isinstance(block, list) else [block, block]
+    texts |= {f"{sides[0]} × {sides[1]} blocks", f"{fields.get('n')} × {fields.get('k')}"}
+    texts |= {"causal" if fields.get("causal") else "not causal"}
+    return texts | {f"head size {fields.get('head_dim')}", MODELS.get(fields.get("hidden"), "")}
