@@ -189,13 +189,21 @@ _declarations: dict[tuple[str, str], Declaration] = {}
 def declare_all(names: Iterable[tuple[str, str]]) -> None:
     """Ask for the declarations of other packages together: a process takes seconds to start.
 
-    Each package has a process of its own, because its code could change what others declare.
+    Each package has a process of its own, because its code could change what others declare. A
+    package of this repository, whose imports are known, is asked once for all that it has.
     """
     missing: dict[str, list[tuple[str, str]]] = {}
     for folder, name in names:
         if outside(folder, name) and (folder, name) not in _declarations:
             require_allowed(name, modules(folder).get(name, name).partition(":")[0])
             missing.setdefault(package_of(folder, name), []).append((folder, name))
+    for package in OF_THIS_REPOSITORY & missing.keys():
+        places = [(f, name) for f in ("kernels", "formats") for name in modules(f)]
+        missing[package] += [
+            each
+            for each in places
+            if package_of(*each) == package and each not in {*missing[package], *_declarations}
+        ]
     with ExitStack() as stack:
         children = []
         for package, pairs in missing.items():

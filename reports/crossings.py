@@ -1,8 +1,11 @@
 """From which context length on selecting keys pays off (results/advice/crossings.py).
 
-method  block  kept  faster from       interval            at the longest
-pooled     64  10 %            3,100   2,800 to 3,500      8.1× at 65,536
-means      16  2,048 keys      ≤ 2,048 ≤ 2,048             3.0× at 131,072
+method  block  kept  faster from       interval            at the longest length
+pooled     64  10 %            3,100   2,800 to 3,500      8.1× [7.9, 8.3] at 65,536
+means      16  2,048 keys      ≤ 2,048 ≤ 2,048             3.0× [2.9, 3.1] at 131,072
+lists      64  10 %            ...                         last: they select nothing themselves
+
+The column of intervals is left out if all of them repeat the column before.
 
 For the terminal (`sparsebench advise --attention`), Markdown and the page (site/attention.py).
 """
@@ -17,7 +20,7 @@ from sparsebench._gpus import gpus_with_advice, names_device, require_gpu
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Cell, Table, escape_markdown
 from sparsebench.results.advice.crossings import AttentionEvidence, CurvePoint, SelectionCurve
-from sparsebench.results.formatting import amount, join_words, percent, times
+from sparsebench.results.formatting import amount, between, join_words, percent
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.selection_files import Passes, SelectionQuality
 from sparsebench.results.statistics.ratio import FEWEST
@@ -48,6 +51,9 @@ NOTES = [
     "Interval: the lengths at which the interval of the gain holds 1. It has that interval's "
     f"level: 95 % from {FEWEST} processes on. A look (†) has fewer, and shows their range.",
     "Kept: the share of the blocks of keys that a query sees, or a number of keys.",
+    "A call with given scores or lists does not score blocks itself: what it gains is an upper "
+    "limit for a method that would. Pooled: mean query and mean key of two blocks. XAttention: "
+    "strided antidiagonals. Means and bounds of pages: of the cached keys, kept beside them.",
 ]
 
 
@@ -128,9 +134,9 @@ def kept_of(curve: SelectionCurve) -> str:
 
 
 def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
-    """Return a line for each curve."""
+    """Return a line for each curve, those that score no blocks last."""
     lines: list[list[Cell]] = []
-    for curve in curves:
+    for curve in sorted(curves, key=lambda curve: curve.method in PARTS):
         point = curve.points[-1]
         gain = f"{_gain(point)} at {point.tokens:,}"
         look = "†" * (min(each.processes for each in curve.points) < FEWEST)
@@ -139,13 +145,16 @@ def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
         lines.append(
             [name_of(curve), block_of(curve), kept_of(curve), place, _interval(curve), gain]
         )
-    return Table(columns=COLUMNS, lines=lines, title=title, words=["method"])
+    columns = [*COLUMNS]
+    if all(line[-2] == line[-3][0] for line in lines):
+        columns.remove("interval")
+        lines = [[*line[:-2], line[-1]] for line in lines]
+    return Table(columns=columns, lines=lines, title=title, words=["method"])
 
 
 def _gain(point: CurvePoint) -> str:
-    low, high = point.low, point.high
-    half = nan if low is None or high is None else max(point.gain - low, high - point.gain)
-    return times(point.gain, half)
+    low, high = (nan if end is None else end for end in (point.low, point.high))
+    return between(point.gain, low, high)
 
 
 def _length(curve: SelectionCurve, tokens: int | None) -> str:

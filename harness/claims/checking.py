@@ -96,6 +96,7 @@ class ClaimEvidence:
 
     def read(self, paths: Sequence[Path], show: Show = lambda done, total, run: None) -> None:
         """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
+        planned = {problem for plan in self.all_plans for problem in plan.problems}
         for number, path in enumerate(paths):
             if len(paths) > FEW:
                 show(number, len(paths), path.name)
@@ -106,7 +107,8 @@ class ClaimEvidence:
                         more = model_cells(test, file, path.stem)
                         self.files.setdefault(each.name, []).extend(more)
                 continue
-            run = store.read(path)
+            # of a problem from a file, only the run knows whether a test includes it
+            run = store.read(path, lambda each: each.id in planned or each.source is not None)
             name = path.name if path.name not in self.runs else f"{path.parent.name}/{path.name}"
             if name in self.runs:
                 raise SuiteError(f"{path}: expected each run once, found {name} twice")

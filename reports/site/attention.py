@@ -30,14 +30,16 @@ from sparsebench.results.advice.crossings import (
 
 PAGE = "attention.html"
 WIDTH, ROW, MARGIN = 560, 20, 1.15
+FEW = 8  # most lines of a table that is open, if no chart stands for it
 
 
 def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of the page, and of its JSON."""
     evidence = evidence or packaged_attention()
     groups = [
-        (title, crossings.finding(curves), chart(curves) if crosses(curves) else "", table)
+        (title, crossings.finding(curves), drawn, table, not drawn and len(curves) <= FEW)
         for title, curves in crossings.groups(evidence.curves)
+        for drawn in [chart(curves) if crosses(curves) else ""]
         for table in [crossings.table("", curves).html()]
     ]
     qualities = [

@@ -21,6 +21,7 @@ from sparsebench.results.tables.grid import Case, Grid, findings, grid
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
+EVEN = "iid"  # the skew of active units of a problem without another one
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
@@ -94,11 +95,15 @@ def _site_grid(sparse: pd.DataFrame, tokens: int) -> SiteGrid:
 def that_count(sparse: pd.DataFrame) -> pd.DataFrame:
     """Return the best case of each row in each problem, from the run that counts.
 
-    A look counts only if no verdict has its row and level.
+    A look counts only if no verdict has its row and level. Active units that are spread evenly come
+    before others, so that no cell is of the spread that suits a format best.
     """
     rivals = sparse.groupby(["run", "place"]).case_id.transform("size")
-    order = ["verdict", "rivals", "processes", "day", "gain"]
-    ranked = sparse.assign(rivals=rivals).sort_values(order, ascending=False, kind="stable")
+    even = [fields.get("skew", EVEN) == EVEN for fields in sparse.fields]
+    order = ["even", "verdict", "rivals", "processes", "day", "gain"]
+    ranked = sparse.assign(rivals=rivals, even=even).sort_values(
+        order, ascending=False, kind="stable"
+    )
     best = ranked.drop_duplicates(["row", *PROBLEM])
     return best[best.verdict | ~best.groupby(["row", "level"]).verdict.transform("any")]
 

@@ -74,8 +74,9 @@ def pages(
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
-    `current` are the cards of runs that no newer one replaced; the first page and the search show
-    their cells. By default all cards are.
+    `current` are the cards of runs that no newer one replaced; grids and the search show their
+    cells. By default all cards are. A format or a kernel that only replaced runs have keeps its
+    cells.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -95,7 +96,8 @@ def pages(
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
-            cases = every[every[column] == name]
+            cases = that_count[that_count[column] == name]
+            cases = cases if len(cases) else every[every[column] == name]
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
     for card in (*cards, *earlier):
         yield f"badges/{card.slug}.svg", _badge(card)

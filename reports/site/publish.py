@@ -121,7 +121,8 @@ def _publish(
     changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
     _write_runs(stored, changed, site, newest, each)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
-    judged = claims.entries(site.claims, cells(cards))
+    current = [card for card in cards if not stored[card.slug].is_replaced] or cards
+    judged = claims.entries(site.claims, cells(current))
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.find_devices(cards)
@@ -130,7 +131,6 @@ def _publish(
     sides = [(suite.name, suite.addresses) for suite in suites]
     for of_suite in each(compare, sides, "comparisons"):
         texts |= of_suite
-    current = [card for card in cards if not stored[card.slug].is_replaced] or cards
     texts[devices.INDEX] = devices.index(suites, site, current)
     texts |= prune.pages(cards, site) if site.prune else ()
     texts |= attention.pages(site) if site.prune else ()

@@ -23,7 +23,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from sparsebench._writing import append_to, write_file
 from sparsebench.errors import LeftOut, ResultError
 from sparsebench.results import files
-from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
+from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Case, Problem, Row
 from sparsebench.results.run import bundle
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
@@ -43,6 +43,7 @@ RUN_SCHEMA = "sparsebench/run@1"
 ROW_BYTES = 2**20  # the longest published row has 49 KB
 REPLICATES = 1000  # most processes of a run
 BUDGET = "budget"  # ended an interrupted run, in place of a signal or a crash
+CASE = '{"case":'  # the beginning of a row
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
@@ -259,8 +260,12 @@ def facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-def read(path: Path | str) -> StoredRun:
-    """Read a run directory and drop a torn last row; raises ResultError for anything else."""
+def read(path: Path | str, needed: Callable[[Problem], bool] | None = None) -> StoredRun:
+    """Read a run directory and drop a torn last row; raises ResultError for anything else.
+
+    With `needed`, other problems are left out, but for those with A/A pairs, which the noise of the
+    run needs; without any needed one there are no rows.
+    """
     path = Path(path)
     bundle.require_directory(path)
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
@@ -269,7 +274,7 @@ def read(path: Path | str) -> StoredRun:
     if "sim" in environment:
         expected = "expected times of a device, found those of a simulated GPU"
         raise ResultError(f"{path}: {expected}, which 0.4 no longer reads")
-    every_row = rows(path)
+    every_row = rows(path, needed)
     return StoredRun(
         path=path,
         suite=_check_types(path / "suite.yaml", suite, _Suite),
@@ -281,19 +286,41 @@ def read(path: Path | str) -> StoredRun:
     )
 
 
-def rows(path: Path) -> list[Row]:
-    """Return all rows on disk, reference rows included, without a torn last line."""
+def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Row]:
+    """Return all rows on disk, or those that `read` needs, without a torn last line."""
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
-    needed = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
-    read = [_row(f"{file}: line {n}: ", line, needed) for n, line in enumerate(lines, start=2)]
+    names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
+    numbered = [*enumerate(lines, start=2)]
+    if needed:
+        numbered = _of_problems(numbered, needed)
+    read = {n: _row(f"{file}: line {n}: ", line, names) for n, line in numbered}
     _each_once(file, read)
-    return read
+    return [*read.values()]
 
 
-def _each_once(file: Path, rows: Iterable[Row]) -> None:
+def _of_problems(
+    numbered: list[tuple[int, str]], needed: Callable[[Problem], bool]
+) -> list[tuple[int, str]]:
+    """Return the lines that `read` needs, by their cases, without parsing the rest of a line.
+
+    A case is the first field that a run writes, and has many lines. A line that begins otherwise is
+    kept.
+    """
+    places = [line.find(',"status":') if line.startswith(CASE) else -1 for _, line in numbered]
+    heads = [line[: max(0, place)] for (_, line), place in zip(numbered, places, strict=True)]
+    kept = {""}
+    cases = {head: Case.from_json(json.loads(head[len(CASE) :])) for head in {*heads} - kept}
+    if not any(needed(case.problem) for case in cases.values()) and kept.isdisjoint(heads):
+        return []
+    paired = {case.problem.id for case in cases.values() if case.contender.twin}
+    kept |= {h for h, case in cases.items() if case.problem.id in paired or needed(case.problem)}
+    return [line for line, head in zip(numbered, heads, strict=True) if head in kept]
+
+
+def _each_once(file: Path, rows: Mapping[int, Row]) -> None:
     """Raise if one process has two rows of a case: then two runs wrote into one directory."""
     seen: dict[tuple[Any, ...], int] = {}
-    for number, row in enumerate(rows, start=2):
+    for number, row in rows.items():
         key = row.reference, row.replicate, row.case.id, row.scope, row.cache
         if (before := seen.setdefault(key, number)) != number:
             expected = f"one row of {row.case.contender.label} in replicate {row.replicate}"

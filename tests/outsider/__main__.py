@@ -9,7 +9,7 @@ sites (site.py). A figure must agree with the rows (rows.py, ratios.py) to its l
 import sys
 from pathlib import Path
 
-from tests.outsider.readme import captions, published
+from tests.outsider.readme import TALLY, captions, published
 from tests.outsider.rows import HOME, ROOT
 from tests.outsider.site import answer, claimed, grids, listed_runs
 
@@ -31,9 +31,9 @@ def main(sites: list[str]) -> int:
         for pattern, reader in READERS.items():
             for file in sorted(site.glob(pattern)):
                 if file.parent.parent.name != "runs":  # these lead to the runs
-                    content = file if reader is answer else file.read_text()
-                    wrong += [f"{file.relative_to(site)}: {each}" for each in reader(content)]
-    print("\n".join(wrong) or "every figure is found")
+                    wrong += [f"{file.relative_to(site)}: {each}" for each in reader(file)]
+    counts = ", ".join(f"{count} {name}" for name, count in TALLY.items())
+    print(*wrong, f"{TALLY.total()} figures ({counts}), {len(wrong)} not found", sep="\n")
     return bool(wrong)
 
 

@@ -24,8 +24,11 @@ FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
 
 
 @cache
-def ratio(ours: Blocks, other: Blocks) -> tuple[float, float, float]:
-    """Return how many times as fast `ours` is, and the ends of the interval."""
+def ratio(ours: Blocks, other: Blocks, cards: float | None = None) -> tuple[float, float, float]:
+    """Return how many times as fast `ours` is, and the ends of the interval.
+
+    `cards` is the half that cards add, by default that of `ours`.
+    """
     d = logs_of(ours, other)
     n = len(d)
     if n == 1:
@@ -35,7 +38,8 @@ def ratio(ours: Blocks, other: Blocks) -> tuple[float, float, float]:
         return tuple(np.exp([d[0], *np.quantile(logs, [0.25, 0.75])]))
     if n < 6:
         return tuple(np.exp([d.mean(), d.min(), d.max()]))
-    (middle, low, high), cards = walsh(d), between(ours)
+    middle, low, high = walsh(d)
+    cards = between(ours) if cards is None else cards
     low, high = np.hypot(middle - low, cards), np.hypot(high - middle, cards)
     return tuple(np.exp([middle, middle - low, middle + high]))
 

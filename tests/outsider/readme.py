@@ -6,6 +6,7 @@ digests. Each function yields the figures that the rows do not give.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import zip_longest
@@ -40,6 +41,9 @@ from tests.outsider.rows import (
     runs,
     usual,
 )
+
+TALLY: Counter[str] = Counter()
+"""How many figures were looked up, by function."""
 
 CAPTION = r"\*\*Faster than .*?\*\*|```\n[^`]*×[^`]*```|over dense[^()]*\([^()]* to [^()]*\)"
 
@@ -275,18 +279,22 @@ def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
         for ours in contest.blocks
         for next_one in contest.blocks
     ]
-    lead = r"([\d.]+)× \[([\d.]+), ([\d.]+)\] as fast as"
-    for number in re.findall(lead, text):
-        if not any(all(map(agrees, number, values)) for values in leads):
-            yield f"{number[0]}× [{number[1]}, {number[2]}] as fast"
+    lead = r"([\d.]+×(?: \[[\d.]+, [\d.]+\])?) as fast as"
+    for shown in re.findall(lead, text):
+        TALLY["stated"] += len(re.findall(r"[\d.]+", shown.replace(",", "")))
+        if not any(shows(shown, values) for values in leads):
+            yield f"{shown} as fast"
     text = re.sub(lead, "", text)
     for number in re.findall(r"([\d.]+)(?:×| \[)", text):
+        TALLY["stated"] += 1
         if not any(agrees(number, gain[0]) for gain in gains):
             yield number
     for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):
+        TALLY["stated"] += 2
         if not any(agrees(low, gain[1]) and agrees(high, gain[2]) for gain in gains):
             yield f"[{low}, {high}]"
     for number in re.findall(r"([\d.]+)(?= [µm]s| to \d+ µs)", text):
+        TALLY["stated"] += 1
         if not any(agrees(number, time) for time in times):
             yield f"{number} µs or ms"
 

@@ -1,6 +1,7 @@
 """The figures of a site: its grids, its list of runs, the answer of each run, cells of claims.
 
-Each function yields the figures that the rows do not give.
+Each function reads a file, and yields the figures that the rows do not give. `TALLY` counts all
+that were looked up, by function.
 """
 
 import html
@@ -8,14 +9,27 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tests.outsider.ratios import fastest, ratio, shows
-from tests.outsider.readme import side, stated
-from tests.outsider.rows import HOME, Blocks, cases, dense, every_case, on_zeros, runs, usual
+from tests.outsider.ratios import between, fastest, ratio, shows, walsh
+from tests.outsider.readme import TALLY, stated
+from tests.outsider.rows import (
+    HOME,
+    Blocks,
+    cases,
+    dense,
+    digest,
+    earlier,
+    every_case,
+    on_zeros,
+    runs,
+    usual,
+)
 
 METRICS = {  # the values of claims, from a ratio and the density
     "speedup, ×": lambda ratio, density: ratio,
@@ -23,10 +37,22 @@ METRICS = {  # the values of claims, from a ratio and the density
     "memory_saved, %": lambda ratio, density: 100 * (1 - 1 / ratio),
 }
 
+TEXTS = {  # values with other names on pages
+    "two_four": "2:4",
+    "six_eight": "6:8",
+    "spense_rows": "half 2:4",
+    "spense_hidden": "half 2:4",
+    "spense_columns": "half 2:4 by columns",
+    "heads": "a list for each head",
+    "kv_heads": "a list for each KV head",
+    "one": "one list for all heads",
+}
+MODELS = {5120: "Qwen3-32B"}  # by the hidden size
 
-def grids(page: str) -> Iterator[str]:
+
+def grids(file: Path) -> Iterator[str]:
     """Yield each gain of a page's grids, by tokens and sparsity, that no run gives."""
-    every = every_case()
+    every, page = every_case(), file.read_text("utf-8")
     names = " ".join(f'data-{name}="([^"]*)"' for name in ("gpu", "op", "dtype", "tokens"))
     grids = re.findall(f'data-grid="gains" {names}>(.*?)</table>', page, re.DOTALL)
     for gpu, op, dtype, tokens, grid in grids:
@@ -34,12 +60,14 @@ def grids(page: str) -> Iterator[str]:
         rows = rows[(rows.dtype == dtype) & (rows.tokens == tokens)]
         for head, level, lines in re.findall(r'title="([^"]*?) at (.*?): (.*?)"', grid):
             for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
+                TALLY["grids"] += 1
                 here = rows[(rows.sparsity == level) | (rows.level == level)]  # 94.68 % is 95 %
                 here = usual(here[(here["n × k"] == shape)])
                 name = "default" if name.endswith(" (by default)") else name
-                here = here[here.label.str.partition("/")[2] == name]
+                here = here[np.array([n.partition("/")[2] == name for n in here.label], bool)]
                 block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
-                here = here[[str(params.get("block", "")) == block for params in here.params]]
+                same = [str(params.get("block", "")) == block for params in here.params]
+                here = here[np.array(same, bool)]
                 if not any(over_dense(gain, case, every) for _, case in here.iterrows()):
                     yield f"m {tokens} {level} {shape} {head} {name} {gain}"
 
@@ -51,19 +79,19 @@ def over_dense(text: str, case: pd.Series, matches: pd.DataFrame) -> bool:
     return base is not None and shows(text, ratio(case.blocks, base.blocks))
 
 
-def listed_runs(page: str) -> Iterator[str]:
+def listed_runs(file: Path) -> Iterator[str]:
     """Yield each figure of a site's list of runs that the runs do not give."""
     row = r'<tr id="[^"]*"><td class="wrap"><a href="(.*?)/index.html">(.*?)</tr>'
-    for name, line in re.findall(row, page):
-        run = at_address(name)
+    for address, line in re.findall(row, file.read_text("utf-8")):
+        run = at_address(address, file.parent)
         text = re.sub(r"<[^>]*>", " ", line)
         yield from (f"{run} {each}" for each in stated(html.unescape(text), cases(run)))
 
 
 def answer(file: Path) -> Iterator[str]:
     """Yield each figure of the answer at the top of a run's page that the run does not give."""
-    run = at_address("/".join(file.parts[-3:-1]))
-    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
+    run = at_address("/".join(file.parts[-3:-1]), file.parents[2])
+    page = re.sub(r"<(style|script).*?</\1>", "", file.read_text("utf-8"), flags=re.DOTALL)
     top = page.partition('<p class="headline">')[2].partition("</p>")[0]
     answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
     answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
@@ -71,40 +99,54 @@ def answer(file: Path) -> Iterator[str]:
     yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
 
 
-def at_address(address: str) -> str:
-    """Return the run at an address of a site, such as h200/sparsity-4096.
+def at_address(address: str, site: Path) -> str:
+    """Return the run at an address of a site, such as h200/sparsity-4096-2, by its digest.
 
-    A name alone is that of the device with the most runs.
+    Pages without a site name a run alone: that of the device with the most runs.
     """
+    removed = site / address / "removed.json"
+    if removed.exists():
+        return by_digest()[json.loads(removed.read_text("utf-8"))["of"]]
     on_device = Counter(run.partition("/")[0] for run in runs())
     end = address if "/" in address else f"/{address}"
     matches = [run for run in runs() if run.endswith(end)]
     return max(matches, key=lambda run: on_device[run.partition("/")[0]])
 
 
-def claimed(page: str) -> Iterator[str]:
+@cache
+def by_digest() -> dict[str, str]:
+    """Return every published run, replaced ones too, by the SHA-256 of its manifest."""
+    return {digest(run): run for run in [*earlier(), *runs()]}
+
+
+def claimed(file: Path) -> Iterator[str]:
     """Yield each cell of a claim's page whose value its run or its file does not give."""
+    page = file.read_text("utf-8")
     for text in re.findall(r"<thead><tr><th[^>]*>cell<.*?</table>", page, re.DOTALL):
         header, *lines = [
-            [html.unescape(each) for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)]
+            [
+                html.unescape(re.sub(r"<[^>]*>", "", each))
+                for each in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
+            ]
             for line in re.split(r"<tr[^>]*>", text)[1:]
         ]
         for line in lines:
             shown = re.match(r"-?[\d.]+(?:×| %)", line[1]) and header[1] in METRICS
-            if shown and not holds(header[1], line):
+            TALLY["claimed"] += bool(shown)
+            if shown and not holds(header[1], line, file.parent.parent):
                 yield " | ".join(line)
 
 
-def holds(metric: str, line: list[str]) -> bool:
+def holds(metric: str, line: list[str], site: Path) -> bool:
     """Return whether a cell's subject has its value over its baseline, in as many processes."""
     label, shown, _, subject, baseline, *_, source = line
     name, _, processes = source.rpartition(", ")
     if " of " in baseline:
-        return beside_op(line)
+        return beside_op(line, site)
     files = [file for kind in ("training", "whole") for file in HOME.glob(f"{kind}/{name}.json")]
     if files:
         return in_file(metric, json.loads(files[0].read_text()), line)
-    run = at_address(name)
+    run = at_address(name, site)
     matches = labelled(cases(run), label)
     matches = matches[matches.cache == "cold"]
     subject, baseline = (
@@ -121,12 +163,12 @@ def holds(metric: str, line: list[str]) -> bool:
     return False
 
 
-def beside_op(line: list[str]) -> bool:
+def beside_op(line: list[str], site: Path) -> bool:
     """Return whether a speedup over dense, divided by that of another op, is the cell's value."""
     label, subject, (other, op) = line[0], line[3], line[4].split(" of ")
     names, _, processes = line[-1].rpartition(", ")
-    places = [at_address(name) for name in names.split(" over ")]
-    sides: list[list[Blocks]] = []
+    places = [at_address(name, site) for name in names.split(" over ")]
+    sides: list[list[tuple[Blocks, float]]] = []
     for run, where, who in (
         (places[0], label, subject),
         (places[-1], f"{op}, {label.partition(', ')[2]}", other),
@@ -139,11 +181,13 @@ def beside_op(line: list[str]) -> bool:
             base = fastest(contest, (contest.format == "dense") & ~on_zeros(contest)).blocks
             both = ours.blocks.keys() & base.keys()
             logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
-            sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))
+            gains = Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()})
+            sides[-1].append((gains, between(ours.blocks)))
     return any(
-        len(side) == int(processes.split()[0]) and shows(line[1], ratio(side, beside))
-        for side in sides[0]
-        for beside in sides[1]
+        len(side) == int(processes.split()[0])
+        and shows(line[1], ratio(side, beside, float(np.hypot(cards, other_cards))))
+        for side, cards in sides[0]
+        for beside, other_cards in sides[1]
     )
 
 
@@ -161,37 +205,46 @@ def in_file(metric: str, data: dict, line: list[str]) -> bool:
     trained = pd.DataFrame(data["trained"])
     dense_ones, factors = trained[trained.pattern == "dense"], []
     for one in trained.itertuples():
-        name = f"train-lm, {100 * one.sparsity:.2f} %, {one.block} × {one.block} blocks, "
-        if f"{name}weights {one.pattern}, width {one.width}" == label:
+        shape = f"{100 * one.sparsity:.2f} %", f"{one.block} × {one.block} blocks"
+        data = f"data {one.data}" if "data" in trained else shape[0]
+        name = {*shape, data, one.pattern.replace("_", " "), f"width {one.width}"}
+        if name <= {*label.split(", ")}:
             enough = dense_ones[
                 (dense_ones.seed == one.seed) & (dense_ones.parameters >= one.parameters)
             ]
             if len(enough):
                 factors.append(enough.loc[enough.parameters.idxmin()].step_us / one.step_us)
-    return shows(line[1], (np.exp(np.log(factors).mean()), min(factors), max(factors)))
+    middle = walsh(np.log(factors))[0] if len(factors) >= 6 else np.log(factors).mean()
+    return shows(line[1], (np.exp(middle), min(factors), max(factors)))
 
 
 def named(matches: pd.DataFrame, label: str) -> pd.Series:
     """Return which contenders have a name; older rows name the format of the weights, dense."""
-    return matches.label.str.partition("/")[2] == label.partition("/")[2]
+    return matches.label.map(lambda name: name.partition("/")[2] == label.partition("/")[2])
 
 
 def labelled(matches: pd.DataFrame, label: str) -> pd.DataFrame:
-    """Keep the cases that a cell names: linear, bf16, m 64, 4096 × 4096, active 29."""
-    for part in label.split(", "):
-        name, _, value = part.rpartition(" ")
-        if part.endswith(" %"):
-            matches = matches[matches.sparsity == part]
-        elif part.endswith(" blocks"):
-            matches = matches[matches.block.astype(str) == side(part)]
-        elif " × " in part:
-            matches = matches[matches["n × k"] == part]
-        elif not name:
-            matches = matches[(matches.op == part) | (matches.dtype == part)]
-        else:
-            column = {"m": "tokens"}.get(name, name)
-            values = matches[column].map(
-                lambda v: f"{v:g}" if isinstance(v, int | float) else str(v)
-            )
-            matches = matches[values == value]
-    return matches
+    """Keep the cases that a cell names: linear, bf16, m 64, 4096 × 4096, 2:4, active 29."""
+    parts = label.split(", ")
+    keep = [
+        all(part in words(case) or str(case.source).endswith(f"/{part}") for part in parts)
+        for case in matches.itertuples()
+    ]
+    return matches[np.array(keep, bool)]
+
+
+def words(case: Any) -> set[str]:
+    """Return the texts that a label may have for a case: of every field, and of its value."""
+    fields = {name: value for name, value in case.fields if value is not None}
+    texts = {case.op, case.sparsity, case.achieved}
+    for name, value in fields.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        texts |= {f"{name} {shown}", f"{shown} {name.replace('kv_', 'KV ')}"}
+        texts |= {shown.replace("_", " "), TEXTS.get(shown, "")}
+        if isinstance(value, list):
+            texts.add(f"{name} {' × '.join(map(str, value))}")
+    block = fields.get("block")
+    sides = block if isinstance(block, list) else [block, block]
+    texts |= {f"{sides[0]} × {sides[1]} blocks", f"{fields.get('n')} × {fields.get('k')}"}
+    texts |= {"causal" if fields.get("causal") else "not causal"}
+    return texts | {f"head size {fields.get('head_dim')}", MODELS.get(fields.get("hidden"), "")}
