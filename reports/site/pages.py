@@ -96,7 +96,7 @@ def pages(
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
-            cases = that_count[that_count[column] == name]
+            cases = shown[shown[column] == name]
             cases = cases if len(cases) else every[every[column] == name]
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
     for card in (*cards, *earlier):
