@@ -150,6 +150,18 @@ def test_nan_and_infinity_are_where_the_definition_has_them(monkeypatch) -> None
     torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
 
 
+@needs_gxx
+def test_zeros_of_w_may_leave_out_what_is_not_finite_in_x(monkeypatch) -> None:
+    on_cpu(monkeypatch)
+    dense, x = torch.zeros(64, 128, dtype=BF16), torch.ones(16, 128, dtype=BF16)
+    dense[:, 0] = 1
+    x[0, 2], x[1, 0] = float("nan"), float("nan")
+    config, call = Config(16, 1, 1, 1, 2), UnstructuredCall("linear", 16)
+    y = bitmap_pairs.plan(Bitmap.from_dense(dense), call, config).run(x)
+    assert (y[0] == 1).all()
+    assert y[1].isnan().all()
+
+
 # ---- configurations, and the code ----
 
 
