@@ -14,6 +14,7 @@ Source: Frantar et al., arXiv 2210.17323, algorithm 1.
 """
 
 import platform
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -25,6 +26,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from sparsebench.errors import SparsebenchError
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import Pruner
@@ -153,4 +155,7 @@ def _copy(model: Any) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SparsebenchError as error:
+        sys.exit(f"error: {error}")

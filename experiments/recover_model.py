@@ -18,6 +18,7 @@ out the language reference, on which `sparsebench prune` measures by default. Th
 
 import math
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.files import parse_pruners
@@ -176,4 +177,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SparsebenchError as error:
+        sys.exit(f"error: {error}")

@@ -11,6 +11,7 @@ ones. The first and the last block are always kept. Layers with a window keep it
 step is one CUDA graph. Times are those of a GPU; a CPU computes a reference, so it has none.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import sparsebench.nn  # noqa: F401
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.reporting import numbers, require_writable
@@ -160,4 +161,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except SparsebenchError as error:
+        sys.exit(f"error: {error}")
