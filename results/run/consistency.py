@@ -179,7 +179,7 @@ def _faults_of_loads(row: Row) -> Iterator[tuple[str, object]]:
         yield f"energy_j as j_per_call of load full, {full}", row.energy_j
     for name, load in row.loads.items():
         us, calls, window_s = (load.get(each, 0.0) for each in ("us_per_call", "calls", "window_s"))
-        if not 0 < 0.25e6 * window_s <= us * calls <= 1e6 * window_s:  # half of it are pauses
+        if not 0 < 0.25e6 * window_s <= us * calls <= 1.01e6 * window_s:  # half of it are pauses
             yield f"calls of load {name} that fill {window_s:g} s", f"{calls:g} of {us:g} µs"
 
 

@@ -43,7 +43,7 @@ def lines(*gains: tuple[str, float], **same: Any) -> pd.DataFrame:
     }
     return pd.DataFrame(
         [
-            {**place, "kind": row, "row": row, "name": f"{row}_kernel", "gain": gain}
+            {**place, "fields": {}, "kind": row, "row": row, "name": f"{row}_kernel", "gain": gain}
             | {"low": gain - 0.01, "high": gain + 0.01}
             | {"side": "dense" if row == "dense" else "ours"}
             for row, gain in [("dense", 1.0), *gains]
