@@ -123,8 +123,16 @@ def headline_text(finding: Finding) -> tuple[str, str]:
     word = f", {reason}" if (reason := doubt(case)) else ""
     dense = f"{case['dense_name']} ({duration(case['dense_us'])})"
     gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
-    beside = f", {zeros}" if (zeros := on_same_zeros(case)) else ""
+    beside = "".join(f", {text}" for text in (on_same_zeros(case), _under_load(case)) if text)
     return gain, f"as fast as {dense}{word}{beside}: {who}"
+
+
+def _under_load(case: Case) -> str:
+    """Write the speedups half loaded and back to back, if the run measured energy."""
+    half, full = (case.get(f"{load}_speedup", float("nan")) for load in ("half", "full"))
+    if pd.isna(full):
+        return ""
+    return f"{times(half, half / 100)} half loaded and {times(full, full / 100)} back to back"
 
 
 def finding_of(case: Case, timed: pd.DataFrame) -> Finding:

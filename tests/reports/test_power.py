@@ -9,6 +9,7 @@ from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports.figures import power
+from sparsebench.reports.findings import headline_text, headlines
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.frame import records
@@ -39,6 +40,13 @@ def test_a_gain_grows_under_load_because_unpruned_weights_take_longer(analysis: 
             grows = line[f"{load}_speedup"] / line["speedup"]
             assert grows == pytest.approx(UNPRUNED[load] / UNPRUNED[""], rel=0.02)
     assert lines["dense/cublas"]["full_mhz"] > lines["dense/cublas, unpruned weights"]["full_mhz"]
+
+
+def test_the_headline_says_what_loads_change(analysis: Analysis) -> None:
+    (finding,) = headlines(analysis)
+    half, full = (finding.best[f"{load}_speedup"] for load in ("half", "full"))
+    expected = f"{half:.3g}× half loaded and {full:.3g}× back to back"
+    assert expected in headline_text(finding)[1]
 
 
 def test_the_page_has_a_line_for_each_case(analysis: Analysis) -> None:
