@@ -7,7 +7,8 @@ Both run two kernels for each section of parts: one of tiles of queries that sel
 block, and one of 32 neighbours, which adds their parts.
 """
 
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.triton import SM_BYTES, BoundKernel, Path
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.attention import _shapes
@@ -139,22 +141,80 @@ def constants_of(
     return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
 
 
-def gathered_of(mask: BlockMask, places: int, least: int) -> tuple[Gathered, list[BoundKernel]]:
-    """Return the gathered queries, and the kernels that write them in each call."""
-    if not mask.keep:
-        return Gathered.of(mask, places, least), []
-    gathered = Gathered.without_data(mask, places, least)
-    return gathered, bound_gathering(mask, places, gathered, least)
+class Section(NamedTuple):
+    """The two launches of a section of parts.
 
-
-def common_of(gathered: Gathered, least: int) -> tuple[Tensor | None, ...]:
-    """Return words, common and commons of `Gathered`, or None for each if no block is common.
-
-    A kernel compiled without them has no products, so more of its programs fit an SM.
+    tiles, of_tiles      programs of gathered tiles; their arguments from `entries` to `workers`
+    groups, of_groups    programs of 32 queries; their first unit and token, and number of tokens
     """
-    if least > CHUNK:
-        return None, None, None
-    return gathered.words, gathered.common, gathered.commons
+
+    tiles: int
+    of_tiles: tuple[Any, ...]
+    groups: int
+    of_groups: tuple[int, int, int]
+
+
+class GatheredPlan(NamedTuple):
+    """What the plans of both passes share.
+
+    tile, merged   constants of the kernel of gathered tiles, and of the one of 32 queries
+    programs       kernels that gather the queries, in each call; none if the mask stays as it is
+    parts          [parts of the largest section, D], in the dtype of Q
+    boxes          K and V, or boxes of them
+    listed         counts, words, common and commons of `Gathered`; None for the last three if no
+                   block is common: compiled without products, more programs fit an SM
+    sizes          tokens, blocks, chunks, heads and lists, as both kernels take them
+    most           common blocks of a chunk
+    """
+
+    tile: dict[str, Any]
+    merged: dict[str, Any]
+    programs: list[BoundKernel]
+    parts: Tensor
+    boxes: list[Any]
+    listed: tuple[Tensor | None, ...]
+    sections: list[Section]
+    sizes: tuple[int, ...]
+    most: int
+
+
+def gathered_plan(
+    w: ListedMask, shape: _shapes.AttentionShape, config: Config, q: Tensor, k: Tensor, v: Tensor
+) -> GatheredPlan:
+    """Gather the queries, if the mask stays as it is, and cut the parts into sections.
+
+    q, k, v  [batch, tokens, heads, D]. Raises Unsupported.
+    """
+    refuse(unsupported_mask(w.mask))
+    mask, device = w.mask, w.mask.columns.device
+    places = max(1, int(mask.counts.max()))
+    tile, merged = constants_of(shape, mask, config, places)
+    least = least_common(merged["PACK"], shape.block[1])
+    if mask.keep:
+        gathered = Gathered.without_data(mask, places, least)
+        programs = bound_gathering(mask, places, gathered, least)
+    else:
+        gathered, programs = Gathered.of(mask, places, least), []
+    common = gathered.words, gathered.common, gathered.commons
+    count, sections = sections_of(shape, config.pack, places)
+    launches, read = [], (gathered.entries, gathered.starts, gathered.bases)
+    for unit, units, token, width in sections:
+        workers = max(1, WAVES * multiprocessors(device) // units)
+        of_tiles = *read, unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
+        groups = units * config.pack // merged["PACK"] * ceil(width / CHUNK)
+        launches.append(Section(units * workers, of_tiles, groups, (unit, token, width)))
+    heads = shape.heads, shape.kv_heads, mask.lists
+    return GatheredPlan(
+        tile,
+        merged,
+        programs,
+        q.new_empty(count, shape.head_dim),
+        [_shapes.head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)],
+        (gathered.counts, *((None,) * 3 if least > CHUNK else common)),
+        launches,
+        (*mask.tokens, mask.kv_blocks, ceil(shape.q_tokens / CHUNK), *heads),
+        gathered.common.shape[1],
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

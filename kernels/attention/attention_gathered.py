@@ -22,36 +22,25 @@ SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a
 A mask whose blocks are selected on the device is gathered in each call.
 """
 
-from math import ceil
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
-    WAVES,
-    common_of,
     configurations,
-    constants_of,
     entries_of,
-    gathered_of,
-    least_common,
+    gathered_plan,
     load_keys,
     run_of,
-    sections_of,
     unsupported,
-    unsupported_mask,
 )
-from sparsebench.kernels.attention._gathering import CHUNK
-from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head, head_box
+from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head
 from sparsebench.kernels.attention._tiles import add_step
 from sparsebench.kernels.attention.attention_triton import LN_2, code_of, matrices, refuse_path
 
@@ -70,37 +59,24 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
-    refuse(unsupported_mask(w.mask))
     refuse_path(w, call, config.path)
-    shape, mask, device = call.shape, w.mask, w.mask.columns.device
-    places = max(1, int(mask.counts.max()))
+    shape, device = call.shape, w.mask.columns.device
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    tile, merged = constants_of(shape, mask, config, places)
+    tile, merged, programs, parts, boxes, listed, sections, sizes, most = gathered_plan(
+        w, shape, config, q, k, v
+    )
     whole_blocks = config.keys >= shape.block[1]
     if whole_blocks and shape.itemsize == 2 and (config.stages, config.warps) == (2, 4):
         tile["maxnreg"] = REGISTERS
-    merged["LOGS"] = triton.next_power_of_2(places)
-    least = least_common(merged["PACK"], shape.block[1])
-    gathered, programs = gathered_of(mask, places, least)
-    count, sections = sections_of(shape, config.pack, places)
-    parts = q.new_empty(count, shape.head_dim)
-    logs = parts.new_empty(len(parts), dtype=torch.float32)
-    boxes = [head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)]
-    blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
-    sizes = *mask.tokens, blocks, chunks, shape.heads, shape.kv_heads, mask.lists
-    for unit, count, token, width in sections:
-        workers = max(1, WAVES * multiprocessors(device) // count)
-        section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
-        read = gathered.entries, gathered.starts, gathered.bases
-        args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
-        programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
-        grid = (count * config.pack // merged["PACK"] * ceil(width / CHUNK),)
-        listed = gathered.counts, *common_of(gathered, least)
-        args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
-        args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
-        programs.append(BoundKernel(_merge, grid, args, merged, o))
+    merged["LOGS"] = triton.next_power_of_2(merged["PLACES"])
+    logs, scale = parts.new_empty(len(parts), dtype=torch.float32), call.scale * LOG2_E
+    for section in sections:
+        args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
+        programs.append(BoundKernel(_attend, (section.tiles,), args, tile, parts))
+        args = q, *boxes, parts, logs, *listed, o, lse, *section.of_groups, *sizes, most, scale
+        programs.append(BoundKernel(_merge, (section.groups,), args, merged, o))
     template = Template(programs, inputs, [o, lse])
 
     def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:

@@ -17,7 +17,6 @@ which take 1.3 ms.
 
 from dataclasses import astuple
 from itertools import zip_longest
-from math import ceil
 
 import torch
 import triton
@@ -25,29 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.attention import attention_triton_backward
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
-    WAVES,
-    common_of,
     configurations,
-    constants_of,
     entries_of,
-    gathered_of,
-    least_common,
+    gathered_plan,
     load_keys,
     run_of,
-    sections_of,
     unsupported,
-    unsupported_mask,
 )
-from sparsebench.kernels.attention._gathering import CHUNK
-from sparsebench.kernels.attention._shapes import LOG2_E, by_head, head_box
+from sparsebench.kernels.attention._shapes import LOG2_E, by_head
 from sparsebench.kernels.attention.attention_triton import code_of, matrices, refuse_path
 from sparsebench.kernels.attention.attention_triton_backward import Config, bound_dkv
 
@@ -66,39 +56,25 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
-    refuse(unsupported_mask(w.mask))
     refuse_path(w, call, config.q_path, config.kv_path)
-    shape, mask, tile = call.shape, w.mask, config.dq
-    places = max(1, int(mask.counts.max()))
+    shape, mask = call.shape, w.mask
     q, k, v, o, do = (by_head(x, shape) for x in matrices(call))
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     delta, results = torch.empty_like(lse), call.gradients(q, None)
     dq, dk, dv = results
-    gathering, merging = constants_of(shape, mask, tile, places)
-    least = least_common(merging["PACK"], shape.block[1])
-    gathered, programs = gathered_of(mask, places, least)
-
+    tile, merged, programs, parts, boxes, listed, sections, sizes, most = gathered_plan(
+        w, shape, config.dq, q, k, v
+    )
     depth = {"D": shape.head_dim, "DEPTH": shape.depth}
     args = o, do, delta, delta.numel(), shape.q_tokens, shape.heads
     grid = (triton.cdiv(delta.numel(), ROWS),)
     programs.append(BoundKernel(_deltas, grid, args, {"ROWS": ROWS, **depth}, delta))
-    count, sections = sections_of(shape, tile.pack, places)
-    parts = q.new_empty(count, shape.head_dim)
-    boxes = [head_box(x, shape, (tile.keys, 1), tile.path) for x in (k, v)]
-    blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
-    heads = shape.heads, shape.kv_heads, mask.lists
-    sizes = *mask.tokens, blocks, chunks, *heads, call.scale
     of_rows = q, do, *boxes, lse, delta, parts
-    for unit, count, token, width in sections:
-        workers = max(1, WAVES * multiprocessors(mask.columns.device) // count)
-        section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
-        read = gathered.entries, gathered.starts, gathered.bases
-        args = *of_rows, *read, *section, *sizes
-        programs.append(BoundKernel(_differentiate, (count * workers,), args, gathering, parts))
-        listed = gathered.counts, *common_of(gathered, least)
-        args = *of_rows, dq, *listed, unit, token, width, *sizes, gathered.common.shape[1]
-        grid = (count * tile.pack // merging["PACK"] * ceil(width / CHUNK),)
-        programs.append(BoundKernel(_merge_gradients, grid, args, merging, dq))
+    for section in sections:
+        args = *of_rows, *section.of_tiles, *sizes, call.scale
+        programs.append(BoundKernel(_differentiate, (section.tiles,), args, tile, parts))
+        args = *of_rows, dq, *listed, *section.of_groups, *sizes, call.scale, most
+        programs.append(BoundKernel(_merge_gradients, (section.groups,), args, merged, dq))
     programs.append(bound_dkv(w, call, config.dkv, (q, do, k, v, dk, dv, lse, delta), dk))
     template = Template(programs, (q, k, v, o, lse, do), results)
 
