@@ -135,8 +135,8 @@ def keep(owner: object) -> None:
 def sweep() -> int:
     """Release the owners of destroyed graphs; return how many owners are still kept."""
     with _sweep_lock:  # or another thread would read a semaphore that this one has freed
-        kept = [*KEPT.items()]
-        ended = [key for key, (_, semaphore) in kept if _c().sem_trywait(semaphore) == 0]
+        graphs = [*KEPT.items()]
+        ended = [key for key, (_, semaphore) in graphs if _c().sem_trywait(semaphore) == 0]
         released = [KEPT.pop(key) for key in ended]
         for _, semaphore in released:
             _c().free(semaphore)

@@ -209,17 +209,17 @@ def _select_rows(  # type: ignore[no-untyped-def]
         weight = tl.where(usable, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
         goal = tl.sum(weight, 1, keep_dims=True) * mass * 2**-24
     least, one = tl.full((ROWS, 1), LOWEST, tl.int32), tl.full((ROWS, 1), 1, tl.int32)
-    left, settled = 32, 0
-    while (left > 0) & (settled == 0):
+    bit, enough = 32, 0
+    while (bit > 0) & (enough == 0):
         for _ in tl.static_range(ROUNDS):
-            left -= 1
-            trial = least ^ (one << left)  # 0 in the first round
+            bit -= 1
+            trial = least ^ (one << bit)  # 0 in the first round
             least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
         if goal is None:
             taken = tl.sum((order >= least).to(tl.int32), 1, keep_dims=True)
-            settled = tl.min((taken == places).to(tl.int32))
+            enough = tl.min((taken == places).to(tl.int32))
     chosen = order >= least
-    if settled == 0:
+    if enough == 0:
         above, equal = order > least, order == least
         rest = places - tl.sum(above.to(tl.int32), 1, keep_dims=True)
         stays = tl.cumsum(equal.to(tl.int32), 1) <= rest

@@ -74,7 +74,7 @@ def nsa_attention(
     if g_swa is None:
         return gated_sum([compressed, o], gates)
     require_whole("window", window)
-    _refuse_compiled("window", "g_swa")
+    _refuse_in_compiled_code("window", "g_swa")
     reach = min(window, k.shape[1])  # memory grows with it
     mask = _window((q.shape[1], k.shape[1]), q.shape[0], reach, q.device)
     return gated_sum([compressed, o, attention(q, k, v, mask, scale=scale)], gates)
@@ -123,7 +123,7 @@ def _mask_of(
     return BlockMask.from_scores(scores, most, **options)
 
 
-def _refuse_compiled(expected: str, found: str) -> None:
+def _refuse_in_compiled_code(expected: str, found: str) -> None:
     if torch.compiler.is_compiling():
         expected = f"no {expected} in torch.compile"
         raise Unsupported(f"nsa_attention: expected {expected}, found {found}")
@@ -131,7 +131,7 @@ def _refuse_compiled(expected: str, found: str) -> None:
 
 def _compressed(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> Tensor:
     """Return O of the compressed branch, with gradients of q, k and v. Raises Unsupported."""
-    _refuse_compiled("gradient", "operands that require one")
+    _refuse_in_compiled_code("gradient", "operands that require one")
     keys, values = (means(x, block, x.shape[2]).to(x.dtype).transpose(1, 2) for x in (k, v))
     mask = _complete_blocks((q.shape[1], k.shape[1]), q.shape[0], block, q.device)
     return attention(q, keys, values, mask, scale=scale)

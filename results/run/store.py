@@ -303,18 +303,18 @@ def _of_problems(
 ) -> list[tuple[int, str]]:
     """Return the lines that `read` needs, by their cases, without parsing the rest of a line.
 
-    A case is the first field that a run writes, and has many lines. A line that begins otherwise is
-    kept.
+    A case is the first field that a run writes, and has many lines. A line that begins otherwise
+    stays.
     """
     places = [line.find(',"status":') if line.startswith(CASE) else -1 for _, line in numbered]
     heads = [line[: max(0, place)] for (_, line), place in zip(numbered, places, strict=True)]
-    kept = {""}
-    cases = {head: Case.from_json(json.loads(head[len(CASE) :])) for head in {*heads} - kept}
-    if not any(needed(case.problem) for case in cases.values()) and kept.isdisjoint(heads):
+    matches = {""}
+    cases = {head: Case.from_json(json.loads(head[len(CASE) :])) for head in {*heads} - matches}
+    if not any(needed(case.problem) for case in cases.values()) and matches.isdisjoint(heads):
         return []
     paired = {case.problem.id for case in cases.values() if case.contender.twin}
-    kept |= {h for h, case in cases.items() if case.problem.id in paired or needed(case.problem)}
-    return [line for line, head in zip(numbered, heads, strict=True) if head in kept]
+    matches |= {h for h, case in cases.items() if case.problem.id in paired or needed(case.problem)}
+    return [line for line, head in zip(numbered, heads, strict=True) if head in matches]
 
 
 def _each_once(file: Path, rows: Mapping[int, Row]) -> None:

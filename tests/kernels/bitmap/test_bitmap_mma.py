@@ -1,7 +1,7 @@
 """bitmap_mma: its threads on a CPU, where NaN goes, its configurations, and its machine code.
 
 On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
-mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
+mma_on_cpu.h computes what the PTX ISA says that the instructions do.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """bitmap_pairs: how W is packed, its threads on a CPU, its configurations, and its machine code.
 
 On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
-warpgroup_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
+warpgroup_on_cpu.h computes what the PTX ISA says that the instructions do.
 """
 
 import struct
@@ -57,18 +57,18 @@ def unpacked(pairs: bitmap_pairs.Pairs, n: int, k: int) -> Tensor:
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 1.0])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 264), (70, 8)])
 def test_the_records_hold_every_element_once(n: int, k: int, sparsity: float) -> None:
-    kept = torch.rand(n, k, generator=torch.Generator().manual_seed(n)) >= sparsity
-    dense = (torch.randn(n, k) * kept).to(BF16)
+    mask = torch.rand(n, k, generator=torch.Generator().manual_seed(n)) >= sparsity
+    dense = (torch.randn(n, k) * mask).to(BF16)
     pairs = bitmap_pairs.pack(dense)
     assert torch.equal(unpacked(pairs, n, k), dense)
     assert (pairs.bounds.diff() * 16).amax() == pairs.room <= 4 * 4096
 
 
 def test_at_half_zeros_the_records_have_three_quarters_of_the_bytes() -> None:
-    kept = torch.rand(512, 1024, generator=torch.Generator().manual_seed(0))
+    scores = torch.rand(512, 1024, generator=torch.Generator().manual_seed(0))
     for sparsity, part in ((0.5, 0.755), (0.7, 0.615), (0.8, 0.58)):
-        pairs = bitmap_pairs.pack((kept >= sparsity).to(BF16))
-        assert pairs.stored_bytes / (2 * kept.numel()) == pytest.approx(part, abs=0.01)
+        pairs = bitmap_pairs.pack((scores >= sparsity).to(BF16))
+        assert pairs.stored_bytes / (2 * scores.numel()) == pytest.approx(part, abs=0.01)
 
 
 def test_a_weight_is_packed_once_and_again_after_it_was_written() -> None:

@@ -1,7 +1,7 @@
 """spense_mma: the operands of mma.sp, its threads on a CPU, its machine code, and on a GPU.
 
 On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
-mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
+mma_on_cpu.h computes what the PTX ISA says that the instructions do.
 """
 
 import ctypes
