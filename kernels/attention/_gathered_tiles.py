@@ -266,3 +266,47 @@ def entries_of(  # type: ignore[no-untyped-def]
     at = low + (tl.maximum(run, before) - before) * TOKENS
     last = tl.minimum(high, low + (stop - before) * TOKENS)
     return at, last, before + tl.cdiv(high - low, TOKENS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def heads_of(first, heads, kv_heads, lists):  # type: ignore[no-untyped-def]
+    """Return the sequence, head, list and key head of a head of all sequences."""
+    sequence, head = first // heads, first % heads
+    return sequence, head, sequence * lists + head * lists // heads, head // (heads // kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def group_of(  # type: ignore[no-untyped-def]
+    first_unit, span, CHUNK: tl.constexpr, PACK: tl.constexpr, UNIT: tl.constexpr
+):
+    """Return a program's unit, first head in it and of all, and chunk: 32 queries, PACK heads."""
+    of_unit = tl.cdiv(span, CHUNK)
+    packed, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
+    unit, offset = packed // (UNIT // PACK), packed % (UNIT // PACK) * PACK
+    return unit, offset, (first_unit + unit) * UNIT + offset, tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def common_blocks(  # type: ignore[no-untyped-def]
+    words, common, commons, chunk, blocks, most, STEPS: tl.constexpr
+):
+    """Return where a chunk's words and common blocks begin, their steps, and the first block."""
+    words += chunk.to(tl.int64) * blocks
+    common += chunk.to(tl.int64) * most
+    steps = tl.load(commons + chunk) * STEPS
+    return words, common, steps, tl.load(common, steps > 0, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_common(  # type: ignore[no-untyped-def]
+    k, v, sequence, tokens, head, heads, words, common, block, step, steps, which,
+    D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, STEPS: tl.constexpr,
+    KEYS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return a step of a common block: K, V, first and end key, who selected it; the next block."""
+    key, end_key = block * SIDE + step % STEPS * KEYS, tl.minimum((block + 1) * SIDE, tokens)
+    of_keys = k, v, sequence, tokens, head, heads
+    k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+    selected = (tl.load(words + block) >> which) & 1
+    block = tl.load(common + (step + 1) // STEPS, step + 1 < steps, 0)
+    return k_tile, v_tile, key, end_key, selected, block

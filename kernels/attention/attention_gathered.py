@@ -33,9 +33,13 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
+    common_blocks,
     configurations,
     entries_of,
     gathered_plan,
+    group_of,
+    heads_of,
+    load_common,
     load_keys,
     run_of,
     unsupported,
@@ -102,9 +106,8 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write the parts of a run of tiles of one unit: heads that share a list and a key head."""
     unit, worker = tl.program_id(0) // workers, tl.program_id(0) % workers
-    stacked = (first_unit + unit) * PACK
-    sequence, head = stacked // heads, stacked % heads
-    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    first = (first_unit + unit) * PACK
+    sequence, head, list_, kv_head = heads_of(first, heads, kv_heads, lists)
     starts += list_ * blocks
     bases += list_.to(tl.int64) * (chunks + 1) * blocks
     run, stop, first_block, end_block, before = run_of(
@@ -186,12 +189,8 @@ def _merge(  # type: ignore[no-untyped-def]
     """Attend to the common blocks of a chunk, and add the parts of its queries."""
     ROWS: tl.constexpr = CHUNK * PACK
     STEPS: tl.constexpr = (SIDE + KEYS - 1) // KEYS
-    of_unit = tl.cdiv(span, CHUNK)
-    packed, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
-    unit, offset = packed // (UNIT // PACK), packed % (UNIT // PACK) * PACK
-    stacked = (first_unit + unit) * UNIT + offset
-    sequence, head = stacked // heads, stacked % heads
-    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    unit, offset, first, tile = group_of(first_unit, span, CHUNK, PACK, UNIT)
+    sequence, head, list_, kv_head = heads_of(first, heads, kv_heads, lists)
     lane = tl.arange(0, ROWS)
     local, member = tile * CHUNK + lane // PACK, lane % PACK
     inside, token = local < span, first_token + local
@@ -207,17 +206,15 @@ def _merge(  # type: ignore[no-untyped-def]
         if CAUSAL:
             limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
         chunk = list_ * chunks + first_token // CHUNK + tile
-        words += chunk.to(tl.int64) * blocks
-        common += chunk.to(tl.int64) * most
-        steps = tl.load(commons + chunk) * STEPS
-        block = tl.load(common, steps > 0, 0)
+        words, common, steps, block = common_blocks(
+            words, common, commons, chunk, blocks, most, STEPS
+        )
         for i in tl.range(0, steps, num_stages=STAGES):
-            key = block * SIDE + i % STEPS * KEYS
-            end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
-            of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
-            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
-            selected = (tl.load(words + block) >> (lane // PACK)) & 1
-            block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+            k_tile, v_tile, key, end_key, selected, block = load_common(
+                k, v, sequence, kv_tokens, kv_head, kv_heads,
+                words, common, block, i, steps, lane // PACK,
+                D, DEPTH, SIDE, STEPS, KEYS, TMA,
+            )  # fmt: skip
             scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             at_key = key + tl.arange(0, KEYS)[None, :]
             last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
@@ -243,4 +240,4 @@ def _merge(  # type: ignore[no-untyped-def]
     weight = tl.where(some, weight, 1.0)
     tl.store(o + line[:, None] + depth, (total / weight[:, None]).to(o.dtype.element_ty), stored)
     natural = tl.where(some, (new + tl.log2(weight)) * LN_2, -float("inf"))
-    tl.store(lse + (stacked + member).to(tl.int64) * q_tokens + token, natural, inside)
+    tl.store(lse + (first + member).to(tl.int64) * q_tokens + token, natural, inside)

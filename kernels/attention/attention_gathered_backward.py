@@ -30,9 +30,13 @@ from sparsebench.kernels.attention import attention_triton_backward
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
+    common_blocks,
     configurations,
     entries_of,
     gathered_plan,
+    group_of,
+    heads_of,
+    load_common,
     load_keys,
     run_of,
     unsupported,
@@ -128,9 +132,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write the parts of dQ of a run of tiles of one unit."""
     unit, worker = tl.program_id(0) // workers, tl.program_id(0) % workers
-    stacked = (first_unit + unit) * PACK
-    sequence, head = stacked // heads, stacked % heads
-    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    first = (first_unit + unit) * PACK
+    sequence, head, list_, kv_head = heads_of(first, heads, kv_heads, lists)
     starts += list_ * blocks
     bases += list_.to(tl.int64) * (chunks + 1) * blocks
     run, stop, first_block, end_block, before = run_of(
@@ -157,7 +160,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
             stored = real[:, None] & (depth < D)
             q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
             do_tile = tl.load(do + line[:, None] + depth, stored, 0.0)
-            at_row = (stacked + member).to(tl.int64) * q_tokens + token
+            at_row = (first + member).to(tl.int64) * q_tokens + token
             top = tl.load(lse + at_row, real, float("inf")) * LOG2
             sums = tl.load(delta + at_row, real, 0.0)
             entry = tl.load(entries + i + TOKENS + which, i + TOKENS + which < high, -1)
@@ -190,12 +193,8 @@ def _merge_gradients(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Write dQ of a chunk: of its common blocks, and the parts of its queries."""
     STEPS: tl.constexpr = (SIDE + KEYS - 1) // KEYS
-    of_unit = tl.cdiv(span, CHUNK)
-    packed, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
-    unit, offset = packed // (UNIT // PACK), packed % (UNIT // PACK) * PACK
-    stacked = (first_unit + unit) * UNIT + offset
-    sequence, head = stacked // heads, stacked % heads
-    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    unit, offset, first, tile = group_of(first_unit, span, CHUNK, PACK, UNIT)
+    sequence, head, list_, kv_head = heads_of(first, heads, kv_heads, lists)
     lane = tl.arange(0, CHUNK * PACK)
     local, member = tile * CHUNK + lane // PACK, lane % PACK
     inside, token = local < span, first_token + local
@@ -206,24 +205,22 @@ def _merge_gradients(  # type: ignore[no-untyped-def]
     if commons is not None:
         q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
         do_tile = tl.load(do + line[:, None] + depth, stored, 0.0)
-        at_row = (stacked + member).to(tl.int64) * q_tokens + token
+        at_row = (first + member).to(tl.int64) * q_tokens + token
         top = tl.load(lse + at_row, inside, float("inf")) * LOG2
         sums = tl.load(delta + at_row, inside, 0.0)
         limit = kv_tokens - 1 + tl.zeros_like(token)
         if CAUSAL:
             limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
         chunk = list_ * chunks + first_token // CHUNK + tile
-        words += chunk.to(tl.int64) * blocks
-        common += chunk.to(tl.int64) * most
-        steps = tl.load(commons + chunk) * STEPS
-        block = tl.load(common, steps > 0, 0)
+        words, common, steps, block = common_blocks(
+            words, common, commons, chunk, blocks, most, STEPS
+        )
         for i in tl.range(0, steps, num_stages=STAGES):
-            key = block * SIDE + i % STEPS * KEYS
-            end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
-            of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
-            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
-            selected = (tl.load(words + block) >> (lane // PACK)) & 1
-            block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+            k_tile, v_tile, key, end_key, selected, block = load_common(
+                k, v, sequence, kv_tokens, kv_head, kv_heads,
+                words, common, block, i, steps, lane // PACK,
+                D, DEPTH, SIDE, STEPS, KEYS, TMA,
+            )  # fmt: skip
             last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
             allowed = key + tl.arange(0, KEYS)[None, :] <= last[:, None]
             total = _add_keys(total, q_tile, do_tile, k_tile, v_tile, top, sums, allowed, scale)
