@@ -268,7 +268,7 @@ def entries_of(  # type: ignore[no-untyped-def]
     return at, last, before + tl.cdiv(high - low, TOKENS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def heads_of(first, heads, kv_heads, lists):  # type: ignore[no-untyped-def]
     """Return the sequence, head, list and key head of a head of all sequences."""
     sequence, head = first // heads, first % heads
