@@ -49,6 +49,7 @@ from sparsebench.kernels._common.driver import (
 from sparsebench.kernels._common.machine_code import digest, is_cached, read_or_compile
 
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
+SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
 MAP_ALIGNMENT = 64
 HALVES = torch.float16, torch.bfloat16

@@ -161,7 +161,7 @@ class GatheredPlan(NamedTuple):
     programs       kernels that gather the queries, in each call; none if the mask stays as it is
     parts          [parts of the largest section, D], in the dtype of Q
     boxes          K and V, or boxes of them
-    listed         counts, words, common and commons of `Gathered`; None for the last three if no
+    by_query       counts, words, common and commons of `Gathered`; None for the last three if no
                    block is common: compiled without products, more programs fit an SM
     sizes          tokens, blocks, chunks, heads and lists, as both kernels take them
     most           common blocks of a chunk
@@ -172,7 +172,7 @@ class GatheredPlan(NamedTuple):
     programs: list[BoundKernel]
     parts: Tensor
     boxes: list[Any]
-    listed: tuple[Tensor | None, ...]
+    by_query: tuple[Tensor | None, ...]
     sections: list[Section]
     sizes: tuple[int, ...]
     most: int

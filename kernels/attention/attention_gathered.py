@@ -68,7 +68,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    tile, merged, programs, parts, boxes, listed, sections, sizes, most = gathered_plan(
+    tile, merged, programs, parts, boxes, by_query, sections, sizes, most = gathered_plan(
         w, shape, config, q, k, v
     )
     whole_blocks = config.keys >= shape.block[1]
@@ -79,7 +79,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     for section in sections:
         args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
         programs.append(BoundKernel(_attend, (section.tiles,), args, tile, parts))
-        args = q, *boxes, parts, logs, *listed, o, lse, *section.of_groups, *sizes, most, scale
+        args = q, *boxes, parts, logs, *by_query, o, lse, *section.of_groups, *sizes, most, scale
         programs.append(BoundKernel(_merge, (section.groups,), args, merged, o))
     template = Template(programs, inputs, [o, lse])
 

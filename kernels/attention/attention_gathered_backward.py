@@ -66,7 +66,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     delta, results = torch.empty_like(lse), call.gradients(q, None)
     dq, dk, dv = results
-    tile, merged, programs, parts, boxes, listed, sections, sizes, most = gathered_plan(
+    tile, merged, programs, parts, boxes, by_query, sections, sizes, most = gathered_plan(
         w, shape, config.dq, q, k, v
     )
     depth = {"D": shape.head_dim, "DEPTH": shape.depth}
@@ -77,7 +77,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     for section in sections:
         args = *of_rows, *section.of_tiles, *sizes, call.scale
         programs.append(BoundKernel(_differentiate, (section.tiles,), args, tile, parts))
-        args = *of_rows, dq, *listed, *section.of_groups, *sizes, call.scale, most
+        args = *of_rows, dq, *by_query, *section.of_groups, *sizes, call.scale, most
         programs.append(BoundKernel(_merge_gradients, (section.groups,), args, merged, dq))
     programs.append(bound_dkv(w, call, config.dkv, (q, do, k, v, dk, dv, lse, delta), dk))
     template = Template(programs, (q, k, v, o, lse, do), results)

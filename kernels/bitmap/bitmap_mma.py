@@ -41,7 +41,6 @@ ALONE = 0.75  # fraction of the rate if X has one stage: 16 tokens took 1.3 to 1
 SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TABLE_BYTES = 128
-SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
 BEYOND = 384  # bytes that lanes may read past a stream: three words each
 ALIGNMENT = 16
 
@@ -142,7 +141,7 @@ def at_once(split: int, device: torch.device) -> int:
     """Return how many CTAs, or clusters of `split` CTAs, run at a time."""
     if split == 1 or device.type != "cuda":
         return max(multiprocessors(device) // split, 1)
-    return cuda.clusters_at_once(split, 32 * (MOST_WARPS + 1), SHARED_BYTES, device)
+    return cuda.clusters_at_once(split, 32 * (MOST_WARPS + 1), cuda.SHARED_BYTES, device)
 
 
 def configurations(
@@ -178,7 +177,7 @@ def _fullest(
     for parts in range(1, min(tiles, most // row_warps) + 1) if blocks == 1 or split == 1 else ():
         for stages, x_stages in STAGES:
             config = Config(tokens, row_warps, parts, stages, x_stages, split=split)
-            if config.shared_bytes(room, m, size) <= SHARED_BYTES:
+            if config.shared_bytes(room, m, size) <= cuda.SHARED_BYTES:
                 slots = -(-tiles // parts) * parts * blocks * row_warps
                 in_flight = min(config.warps * stages, MOST_WARPS)
                 waits = 1 if x_stages > 1 else ALONE

@@ -44,7 +44,6 @@ HEAD_BYTES = TILE_BYTES + TILE_BYTES // 8
 TOKENS = 16, 32, 48, 64, 96, 128  # to which X is padded
 MOST_TOKENS = TOKENS[-1]
 HEIGHTS, TURNS, SPLITS, DEPTHS = (2, 3, 4, 1), (1, 2), (1, 2, 3, 4, 5, 6, 8), (6, 5, 4, 3, 2)
-SHARED_BYTES = 227 * 1024
 MOST_SUMS = 288  # tokens times warpgroups: more need more registers than there are
 
 
@@ -133,16 +132,16 @@ def _pack_rows(dense: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_tile: Tensor = cut.transpose(1, 2).flatten(0, 1).flatten(1)
         return by_tile
 
-    listed, device = tiles(beyond), dense.device
-    counts = listed.sum(-1)
+    in_list, device = tiles(beyond), dense.device
+    counts = in_list.sum(-1)
     units = -(-counts // LIST_STEP)
     of_list = (units.cumsum(0) - units) * LIST_STEP
     lists = torch.zeros(int(units.sum()) * LIST_STEP, dtype=torch.int32, device=device)
-    tile, element = listed.nonzero(as_tuple=True)
+    tile, element = in_list.nonzero(as_tuple=True)
     places = _places(device)[element]
-    words = places << 16 | tiles(groups[..., :2])[listed].int() & 0xFFFF
+    words = places << 16 | tiles(groups[..., :2])[in_list].int() & 0xFFFF
     turn = _turns(tile, places)
-    tile, words, rank = tile[turn], words[turn], listed.cumsum(-1)[listed] - 1
+    tile, words, rank = tile[turn], words[turn], in_list.cumsum(-1)[in_list] - 1
     last = rank == counts[tile] - 1
     for more in range(LIST_STEP):  # the last element again, up to a whole step
         again = last & (rank % LIST_STEP + more < LIST_STEP) if more else slice(None)
@@ -218,7 +217,7 @@ def configurations(n: int, k: int, m: int, room: int) -> Iterator[Config]:
         if fits and height * turns * tokens <= MOST_SUMS:
             depths = (d for d in DEPTHS if d % turns == 0 and d > turns)
             configs = (Config(tokens, height, turns, split, d) for d in depths)
-            yield from islice((c for c in configs if c.shared_bytes(room) <= SHARED_BYTES), 1)
+            yield from islice((c for c in configs if c.shared_bytes(room) <= cuda.SHARED_BYTES), 1)
 
 
 def _predicted_us(
@@ -246,7 +245,9 @@ def at_once_of(split: int, device: torch.device) -> int:
     """Return how many clusters of `split` CTAs run at a time, one CTA on an SM."""
     if split == 1 or device.type != "cuda":
         return max(multiprocessors(device) // split, 1)
-    return cuda.clusters_at_once(split, Config(16, 2, 1, split, 2).threads, SHARED_BYTES, device)
+    return cuda.clusters_at_once(
+        split, Config(16, 2, 1, split, 2).threads, cuda.SHARED_BYTES, device
+    )
 
 
 def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:

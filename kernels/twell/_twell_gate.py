@@ -27,7 +27,6 @@ from sparsebench.kernels.twell._call import TwellCall
 TOKENS, UNITS = 128, 256  # tokens and units of a CTA's tile
 BOX_TOKENS, BOX = 64, 64  # tokens and columns of k in a box of X
 THREADS = 384
-SHARED_BYTES = 227 * 1024
 TILE, CAPACITY = 256, 31  # units of a tile of words, and entries that it has room for
 CLUSTERS = 2, 1  # CTAs that share boxes of W; the first is for many tokens
 LARGEST = 2**31 - 1  # an int32
@@ -40,7 +39,7 @@ def writer(device: torch.device, call: TwellCall, cluster: int) -> Writer:
     """Compile the product of X and a gate. Raises Unsupported."""
     refuse(unsupported_sizes(call.m, call.n))
     constants = constants_of(cluster, call.dtype)
-    kernel = cuda.load("twell_gate", "write_words", constants, SHARED_BYTES, device)
+    kernel = cuda.load("twell_gate", "write_words", constants, cuda.SHARED_BYTES, device)
     n, k, most = call.n, call.k, multiprocessors(device) // cluster
 
     def write(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +65,7 @@ def constants_of(cluster: int, dtype: torch.dtype) -> cuda.Constants:
     """Return the macros of twell_gate.cu."""
     return (
         *(("CLUSTER", cluster), ("TILE", TILE), ("CAPACITY", CAPACITY)),
-        *(("FP16", int(dtype == torch.float16)), ("SHARED_BYTES", SHARED_BYTES)),
+        *(("FP16", int(dtype == torch.float16)), ("SHARED_BYTES", cuda.SHARED_BYTES)),
     )
 
 

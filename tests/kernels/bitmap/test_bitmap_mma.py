@@ -133,7 +133,7 @@ def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int
     assert configs
     for config in configs:
         assert config.warps <= bitmap_mma.WARPS[config.tokens]
-        assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
+        assert config.shared_bytes(room, m, 2) <= cuda.SHARED_BYTES
         assert config.tokens >= min(m, 64)
         assert config.split == 1 or config.row_warps * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
 
@@ -142,11 +142,11 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The list's choice for 14336 x 4096 and one token: a driver error ended the first call."""
-    monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: bitmap_mma.SHARED_BYTES)
+    monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: cuda.SHARED_BYTES)
     choice = Config(8, 7, 4, 1, 4)
     even, uneven = torch.ones(2, 16, 256, dtype=BF16)
     even[:, ::2] = 0
-    assert choice.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
+    assert choice.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= cuda.SHARED_BYTES
     with pytest.raises(Unsupported, match="at most 232448 bytes of shared memory, found 266736"):
         bitmap_mma.plan(Bitmap.from_dense(uneven), UnstructuredCall("linear", 1), choice)
 

@@ -172,7 +172,7 @@ def test_configurations_fit_however_many_elements_a_record_has(n, k, m, room) ->
     configs = [*bitmap_pairs.configurations(n, k, m, room)]
     assert configs
     for config in configs:
-        assert config.shared_bytes(room) <= bitmap_pairs.SHARED_BYTES
+        assert config.shared_bytes(room) <= cuda.SHARED_BYTES
         assert config.tokens >= m
         assert config.depth % config.turns == 0 < config.depth - config.turns
 
