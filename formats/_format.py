@@ -136,7 +136,11 @@ def offsets_of(rows: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def rows_of(offsets: Tensor) -> Tensor:
-    """Return the row number of each stored element or block, int64 [stored]."""
+def rows_of(offsets: Tensor, stored: int | None = None) -> Tensor:
+    """Return the row number of each stored element or block, int64 [stored].
+
+    stored  the last offset, if the caller knows it; otherwise the host waits for the GPU, which
+            breaks a capture
+    """
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
-    return rows.repeat_interleave(offsets.diff())
+    return rows.repeat_interleave(offsets.diff(), output_size=stored)

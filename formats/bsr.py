@@ -66,7 +66,7 @@ class Bsr(Format):
         (n, k), (r, c) = self.shape, self.block
         block_rows, block_columns = -(-n // r), -(-k // c)
         blocks = self.values.new_zeros(block_rows, block_columns, r, c)
-        blocks[rows_of(self.offsets), self.columns.long()] = self.values
+        blocks[rows_of(self.offsets, len(self.columns)), self.columns.long()] = self.values
         padded = blocks.transpose(1, 2).reshape(block_rows * r, block_columns * c)
         return padded[:n, :k].contiguous()
 
@@ -74,7 +74,7 @@ class Bsr(Format):
         """Return all elements of the stored blocks of another matrix; zeros in the padding."""
         require_size(dense, self.shape)
         blocks = _in_blocks(dense, *self.block)
-        at = rows_of(self.offsets), slice(None), self.columns.long()
+        at = rows_of(self.offsets, len(self.columns)), slice(None), self.columns.long()
         return replace(self, values=blocks[at].contiguous())
 
     def freeze(self) -> Self:

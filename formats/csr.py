@@ -55,13 +55,14 @@ class Csr(Format):
     def to_dense(self) -> Tensor:
         n, k = self.shape
         dense = self.values.new_zeros(n, k)
-        dense[rows_of(self.offsets), self.columns.long()] = self.values
+        dense[rows_of(self.offsets, len(self.columns)), self.columns.long()] = self.values
         return dense
 
     def sample(self, dense: Tensor) -> Self:
         """Return the elements of another matrix at the stored positions."""
         require_size(dense, self.shape)
-        return replace(self, values=dense[rows_of(self.offsets), self.columns.long()])
+        at = rows_of(self.offsets, len(self.columns)), self.columns.long()
+        return replace(self, values=dense[at])
 
     def arrays(self) -> dict[str, Tensor]:
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}

@@ -67,7 +67,7 @@ class Cvse(Format):
         """Return the matrix: vectors at their positions, tokens beyond the last cut off."""
         (m, n), groups = self.shape, len(self.offsets) - 1
         dense = self.values.new_zeros(groups, self.height, n)
-        dense[rows_of(self.offsets), :, self.columns.long()] = self.values
+        dense[rows_of(self.offsets, len(self.columns)), :, self.columns.long()] = self.values
         return dense.view(-1, n)[:m].contiguous()
 
     def arrays(self) -> dict[str, Tensor]:

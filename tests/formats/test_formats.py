@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsebench.errors import FormatError
-from sparsebench.formats._format import BITS, is_stored
+from sparsebench.formats._format import BITS, is_stored, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.formats.cvse import Cvse
 from sparsebench.formats.twell import Twell
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_format, names
@@ -150,3 +151,26 @@ def test_a_bad_parameter_is_refused_and_known_before_a_run(name, params) -> None
 def test_no_format_of_ours_refuses_its_default_parameters(name: str) -> None:
     problem = Problem("linear", {"m": 4, "n": 64, "k": 64, "dtype": "bf16"})
     assert unsupported(problem, Contender(name, "reference"), torch.device("cpu")) is None
+
+
+def test_rows_are_numbered_without_waiting_if_their_count_is_passed() -> None:
+    """A tensor on meta has no values that the host could read, as in a capture."""
+    offsets = torch.tensor([0, 2, 2, 5])
+    assert rows_of(offsets, 5).tolist() == rows_of(offsets).tolist() == [0, 0, 2, 2, 2]
+    assert rows_of(offsets.to("meta"), 5).shape == (5,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Bsr, Csr, Cvse])
+def test_a_graph_unpacks_the_values_that_it_finds(kind) -> None:
+    """As `sparsebench.matmul` does in a graph with a weight that is not frozen."""
+    dense = matrix((96, 64), 0.5, torch.float16).cuda()
+    w = kind.from_dense(dense)
+    graph = torch.cuda.CUDAGraph()
+    w.to_dense()
+    with torch.cuda.graph(graph):
+        unpacked = w.to_dense()
+    w.values.mul_(2)
+    unpacked.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(unpacked, 2 * dense)
