@@ -33,7 +33,15 @@ CASES: list[dict[str, Any]] = [
     {"lists": "one", "kv_heads": 1, "scale": 0.3},
     {"lists": "kv_heads", "kv_heads": 4, "m": 1, "causal": True},
     {"pattern": "dense", "sparsity": 0.0, "context": None, "block": 64, "causal": True},
+    {"sparsity": 0.7, "m": 45, "context": 61, "causal": True},
 ]
+
+
+@pytest.fixture(params=[None, 8, 24], ids=["all keys", "8 queries", "24 queries"])
+def rows_of_a_part(request, monkeypatch) -> None:
+    """Expand few queries at a time, with the keys that they select, as if masks were sparse."""
+    monkeypatch.setattr(_block_attention, "SPARSE", 1.0 if request.param else 0.0)
+    monkeypatch.setattr(_block_attention, "ROWS", request.param)
 
 
 def problem(op: str = "attention", **fields: Any) -> Problem:
@@ -58,6 +66,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, p: Problem, allowed: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.usefixtures("rows_of_a_part")
 def test_the_definition_is_attention_over_the_allowed_elements(fields: dict[str, Any]) -> None:
     p, op = problem(**fields), load_op("attention")
     drawn = operands(p, op, CPU, None)
@@ -73,6 +82,7 @@ def test_the_definition_is_attention_over_the_allowed_elements(fields: dict[str,
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.usefixtures("rows_of_a_part")
 def test_the_gradients_are_those_of_autograd(fields: dict[str, Any]) -> None:
     p, op = problem("attention_backward", **fields), load_op("attention_backward")
     drawn = operands(p, op, CPU, None)
