@@ -48,7 +48,6 @@ _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
 
-
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -110,9 +109,7 @@ class _Plugin(_Typed):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class _Ceilings(_Typed):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class _Ceilings(_Typed, extra="forbid"):
     read_gb_per_s: Rate
     copy_gb_per_s: Rate
     write_gb_per_s: Rate | None = None
