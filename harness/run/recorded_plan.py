@@ -69,23 +69,29 @@ def suite_of_run(run: StoredRun, data: Path | None) -> Suite:
 def require_planned_rows(run: StoredRun, suite: Suite) -> int:
     """Return how many rows the suite plans for each replicate, A/A twins included.
 
-    Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
-    has, do not count. If the budget of a run ended, the problems that it reached count.
+    Raises ResultError unless the run has exactly these, and those of the noise-floor contests,
+    which every run has and the number leaves out. If the budget of a run ended, the problems that
+    it reached count.
     """
-    contests = _contests(run, suite)
+    contests, every_row = _contests(run, suite), [*run.rows, *run.reference]
     if run.state.get("ended_by") == store.BUDGET:
-        reached = {row.case.problem.id for row in run.rows}
+        reached = {row.case.problem.id for row in every_row}
         contests = [contest for contest in contests if contest.problem.id in reached]
-    cases = [Case(c.problem, k) for c in contests for k in c.contenders]
     device = run.state["flags"]["device"]
-    expected = {(case.id, *m): case for case in cases for m in _measures(suite, case, device)}
-    present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
+    expected = {
+        (contest.reference, case.id, *measure): case
+        for contest in contests
+        for case in (Case(contest.problem, k) for k in contest.contenders)
+        for measure in _measures(suite, case, device)
+    }
+    present = {(r.reference, r.case.id, r.scope, r.cache): r.case for r in every_row}
     for key, case in {**present, **expected}.items():
         if (key in expected) != (key in present):
-            needed, had = ("a row", "none") if key in expected else ("none (suite.yaml)", "a row")
-            where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
+            row = "a reference row" if key[0] else "a row"
+            needed, had = (row, "none") if key in expected else ("none (suite.yaml)", row)
+            where = f"problem {case.problem.id} {case.contender.label} {key[2]} {key[3]}"
             raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {needed}, found {had}")
-    return len(expected)
+    return sum(not reference for reference, *_ in expected)
 
 
 def _measures(suite: Suite, case: Case, device: str) -> tuple[Measure, ...]:
@@ -97,8 +103,7 @@ def _contests(run: StoredRun, suite: Suite) -> list[Contest]:
     if shard := run.state["flags"].get("shard"):
         expected = "the run of a whole plan, because --shard is gone since 0.4"
         raise SuiteError(f"{run.path}: expected {expected}; found shard {shard}")
-    contests = planned_contests(suite, flags.device, flags.only, flags.unpruned)
-    return [contest for contest in contests if not contest.reference]
+    return planned_contests(suite, flags.device, flags.only, flags.unpruned)
 
 
 def completed_rows(

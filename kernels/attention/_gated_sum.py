@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_traced
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND
 
@@ -33,7 +33,7 @@ def gated_sum(branches: list[Tensor], gates: list[Tensor]) -> Tensor:
     gates     [batch, tokens, heads], floats
     """
     differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in (*branches, *gates))
-    o: Tensor = (_operator if differentiates or is_watched() else _gated_sum)(branches, gates)
+    o: Tensor = (_operator if differentiates or is_traced() else _gated_sum)(branches, gates)
     return o
 
 

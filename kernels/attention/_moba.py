@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_traced
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 
@@ -40,7 +40,7 @@ def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -
     """
     keys = means(k, block, k.shape[2]).to(q.dtype)
     operands = q, keys, block, k.shape[1], bias
-    scores: Tensor = (_operator if is_watched() else _score_blocks)(*operands)
+    scores: Tensor = (_operator if is_traced() else _score_blocks)(*operands)
     return scores
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_traced
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 from sparsebench.kernels.attention._shapes import LOG2_E
@@ -52,7 +52,7 @@ def compress(
     groups = k.shape[2]
     keys, values = (means(x, block, groups).to(q.dtype) for x in (k, v))
     operands = q, keys, values, block, k.shape[1], scale, bias
-    results: tuple[Tensor, Tensor] = (_operator if is_watched() else _compress)(*operands)
+    results: tuple[Tensor, Tensor] = (_operator if is_traced() else _compress)(*operands)
     return results
 
 

@@ -25,7 +25,7 @@ from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     aligned,
-    is_watched,
+    is_traced,
     readable,
 )
 from sparsebench.kernels._common.triton import BoundKernel, Template
@@ -145,7 +145,7 @@ def means(x: Tensor, block: int, groups: int) -> Tensor:
 
     x  [batch, tokens, heads, D], heads a multiple of the groups; gradients flow to it
     """
-    traced = is_watched() or (x.requires_grad and torch.is_grad_enabled())
+    traced = is_traced() or (x.requires_grad and torch.is_grad_enabled())
     result: Tensor = (_operator if traced else _means)(x, block, groups)
     return result
 

@@ -32,6 +32,7 @@ from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.made_once import made_while_used
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._common.stamp import Stamp, stamp_of
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
 from sparsebench.results.record import Problem
 
@@ -189,16 +190,14 @@ _LOCK = Lock()
 
 
 @made_while_used
-def _pairs(w: Bitmap, stamp: tuple[tuple[int, int], ...]) -> Pairs:
+def _pairs(w: Bitmap, stamp: Stamp) -> Pairs:
     return make_lasting(lambda: pack(w.to_dense()), w.records.device)
 
 
 def pairs_of(w: Bitmap) -> Pairs:
-    """Return the pairs of W, made once while a plan reads them."""
-    arrays = w.arrays().values()
-    stamp = tuple((a.data_ptr(), -1 if a.is_inference() else a._version) for a in arrays)
+    """Return the pairs of W as it is now, made once while a plan reads them. Raises Unsupported."""
     with _LOCK:  # plans are made in threads
-        return _pairs(w, stamp)
+        return _pairs(w, stamp_of(w, "bitmap_pairs"))
 
 
 def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:

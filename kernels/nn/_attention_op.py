@@ -53,6 +53,7 @@ from sparsebench.kernels._common.front import (
     record,
 )
 from sparsebench.kernels._common.operator import Engine, Operator
+from sparsebench.kernels._common.stamp import by_stamp, stamp_of
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
@@ -84,7 +85,6 @@ from sparsebench.kernels.nn._elements import (
     stamp_of_elements,
     whole_mask,
 )
-from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
 # Heads of a list that fill a tile of one query: 3.07 ms at 16k tokens, 64/4 heads; gathered, 5.13.
 WHOLE_TILE = 16

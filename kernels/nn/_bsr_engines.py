@@ -12,7 +12,7 @@
     GPU of compute capability 8.0 and newer
       Y          bsr_resident    16 bits, even sides, frozen values, few tokens and columns
                  bsr_fp32        fp32, as stored; exact, as bsr_triton is
-                 dense           16 bits, frozen values of a small layer, copied (_bsr_dense.py)
+                 dense           16 bits, frozen values of a small layer, copied (_dense_copy.py)
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
                  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU          dense products in torch, as a reference
@@ -56,7 +56,7 @@ from sparsebench.kernels.bsr import (
 )
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._strip_tiles import LEAST_GATHERED
-from sparsebench.kernels.nn import _bsr_dense
+from sparsebench.kernels.nn import _dense_copy
 from sparsebench.results.record import Problem
 
 FP8 = DTYPES["fp8"]
@@ -95,8 +95,8 @@ def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:
         first = unpacked and call.m <= FEW and min(call.block) >= LARGE
         engines = [triton, *engines] if first else [*engines, triton]
     frozen = call.op == "linear" and not call.live and device.type == "cuda"  # it packs slowly
-    if frozen and _bsr_dense.unsupported_call(call) is None:
-        engines = [*engines, _bsr_dense.KERNEL]
+    if frozen and _dense_copy.unsupported_call(call) is None:
+        engines = [*engines, _dense_copy.OF_BLOCKS]
     if frozen and call.m <= RESIDENT_TOKENS and call.shape[1] <= RESIDENT_COLUMNS:
         engines = [*engines, bsr_resident.KERNEL]
     problem = Problem(engines[0].op, {"dtype": NAMES[call.dtype]})
@@ -161,5 +161,5 @@ _TRITON = {
 ENGINES: tuple[Engine, ...] = (
     *(bsr_fp32.KERNEL, bsr_resident.KERNEL, bsr_small.KERNEL, bsr_strips.KERNEL, *_TRITON.values()),
     *(bsr_wgmma.KERNEL, bsr_wgrad.KERNEL, bsr_wgrad_mma.KERNEL, bsr_wgrad_small.KERNEL),
-    _bsr_dense.KERNEL,
+    _dense_copy.OF_BLOCKS,
 )

@@ -22,8 +22,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels._common.stamp import StampedValue
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels.nn._stamp import StampedValue
 
 ELEMENTS, TOKEN = "_sparsebench_elements", "_sparsebench_token"  # attributes of the tensor
 HIDDEN = -9e3  # of a mask to add; transformers takes -1e4, -9984 in bf16, or the least number

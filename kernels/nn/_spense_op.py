@@ -126,7 +126,7 @@ def multiply(
     x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, *, training: bool
 ) -> Tensor:
     """Return Y or H of X [m, k], as `eager`; `training` if autograd must see the call."""
-    if is_watched() or (training and is_traced()):
+    if is_traced():
         layout = *w.shape, *w.sparse_shape, activation
         y: Tensor = linear(x, w.sparse, w.dense, *layout, scale)
         return y

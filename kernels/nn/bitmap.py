@@ -23,7 +23,8 @@ from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels._kernel import NAMES
-from sparsebench.kernels.nn._frozen_op import SIGNATURE, dense_copy, plan
+from sparsebench.kernels.nn._dense_copy import dense_copy
+from sparsebench.kernels.nn._frozen_op import SIGNATURE, plan
 from sparsebench.kernels.nn._packed import PackedLinear, dense_linear, frozen, frozen_bias
 from sparsebench.kernels.nn.matmul import matmul, of_layer
 

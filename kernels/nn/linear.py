@@ -314,7 +314,7 @@ class BlockSparseLinear(nn.Linear):
     def freeze(self) -> Self:
         """Stop training the layer: no gradient, no comparison of the index, values packed once.
 
-        A search may keep a dense copy of a small layer (_bsr_dense.py), beside the values. Later
+        A search may keep a dense copy of a small layer (_dense_copy.py), beside the values. Later
         writes to the values that torch counts are noticed. Raises FormatError on "meta".
         """
         require(not self.values.is_meta, "expected values, found a tensor on meta")

@@ -8,7 +8,7 @@ with a number of tokens may time what its format offers.
              inside of the graph, unless W is frozen (Bsr.freeze); then X alone has a gradient
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
-    bitmap   bitmap_mma, or bitmap_pairs or a dense product with a copy of W (_frozen_op.py);
+    bitmap   bitmap_mma, or bitmap_pairs or a dense product with a copy of W (_dense_copy.py);
              gradient of X, from a dense copy
     other    Unsupported: the caller must name a kernel
 
@@ -42,11 +42,12 @@ from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.stamp import by_stamp
 from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import freeze_index, pattern_of
-from sparsebench.kernels.nn._stamp import by_stamp
+from sparsebench.kernels.nn._dense_copy import dense_copy
 from sparsebench.results.record import Problem
 
 RECORDINGS = "_sparsebench_recordings"  # attribute of a weight: calls without Python (front.py)
@@ -122,7 +123,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         recordings, guards = _recordings_of(w, _spense_op.signature_of(None)), _guards(w)
         return _spense_op.multiply_recorded(recordings, x, w, None, None, guards, training=training)
     if isinstance(w, Bitmap):
-        return linear(x, _dense_copy(w)) if training or is_traced() else _frozen(x, w)
+        return linear(x, _copied(w)) if training or is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
         if not x.is_cuda:
             return linear(x, w.to_dense())
@@ -205,8 +206,8 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} like W, found {x.device}")
 
 
-_dense_copy: Callable[[Bitmap], Tensor]
-_dense_copy = torch.compiler.disable(_frozen_op.dense_copy)  # looks up the copy
+_copied: Callable[[Bitmap], Tensor]
+_copied = torch.compiler.disable(dense_copy)  # looks up the copy
 
 
 # ---- named kernels ----

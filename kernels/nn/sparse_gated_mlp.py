@@ -51,7 +51,7 @@ from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Record
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, is_watched, refuse_transforms, unflatten
+from sparsebench.kernels._common.transforms import aligned, is_traced, refuse_transforms, unflatten
 from sparsebench.kernels.nn._packed import FusedPart, loaded
 from sparsebench.kernels.twell._autograd import SHARE, dense_forward, gated_mlp, require_one_kind
 from sparsebench.kernels.twell._call import TwellCall, operator_of, units_on
@@ -268,7 +268,7 @@ class SparseGatedMLP(nn.Module):
         """Return Y of a call without gradients, and record it if nothing must be copied."""
         squared = self.activation == "relu2"
         operands = aligned(flat), aligned(wg), aligned(wu), aligned(wd_t)
-        if is_watched():
+        if is_traced():
             return unflatten(inference(*operands, squared, self.slots), x)
         weights = operands[1:]
 

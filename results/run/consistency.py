@@ -2,7 +2,7 @@
 
     finished ─> dates ─> one device, or the devices of its shards ─> the same cases in every
              replicate ─> A/A pairs ─> quantities ─> samples, each taken once ─> errors within their
-             bounds ─> draws ─> times above their bounds ─> operands
+             bounds ─> draws ─> clocks ─> ceilings, and times above their bounds ─> operands
 
 Samples that were changed carefully and sealed again pass all of these checks; such a bundle differs
 from the published digest (results/published/README.md).
@@ -42,8 +42,9 @@ def check_consistency(run: StoredRun) -> Iterator[str]:
     finished or used up its budget, and its dates are possible. All rows are from its device, or
     from that of their shard. Every replicate has the same cases, each once, and A/A pairs. Only ok
     rows have samples, all finite and positive, and no row has those of another row or repeats its
-    own. Errors are within their bounds, every contest drew its own activations, and on a GPU no
-    time is below the least that the ceilings allow. A problem has the same operands in all rows.
+    own. Errors are within their bounds, every contest drew its own activations, and on a GPU no SM
+    clock is above its maximum and no time below the least that the ceilings allow. A problem has
+    the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     ended = status == "finished" or run.state.get("ended_by") == BUDGET
@@ -69,6 +70,8 @@ def check_consistency(run: StoredRun) -> Iterator[str]:
     yield f"errors: {amount(_right(run, rows), 'ok row')}, each within its error bound"
     if contests := _own_draws(run, rows):
         yield f"draws: {amount(contests, 'contest')}, each with activations of its own"
+    if clocks := _possible_clocks(run, rows):
+        yield f"SM clocks: {amount(clocks, 'row')}, each within the maximum of the GPU"
     if bound := _above_bounds(run, rows):
         yield f"times: {amount(bound, 'row')} with a hardware limit, none below it"
     equal = amount(_equal_operands(run, rows), "problem")
@@ -158,8 +161,13 @@ def faults(row: Row, owners: Owners) -> Iterator[tuple[str, object]]:
             yield f"{name} of 0 or more", value
     if timed != bool(taken):
         yield "samples in ok rows only", f"{len(taken)} in a {row.status} row"
-    if not 0 <= (row.late or 0.0) <= 1:
-        yield "late of 0 to 1", row.late
+    for name, share in (("late", row.late), ("sparsity", row.sparsity)):
+        if not 0 <= (share or 0.0) <= 1:
+            yield f"{name} of 0 to 1", share
+    if timed and not row.draws:
+        yield "draws of the activations that were checked", "none"
+    if bool(row.energy_window_s) != (row.energy_j is not None):
+        yield f"energy_window_s beside energy_j, {row.energy_j}", row.energy_window_s
     yield from (("a time in µs", us) for us in taken if not 0 < us < inf)
     for step in range(1, len(taken) // 2 + 1):
         if taken[step] == taken[0] and taken[step:] == taken[:-step]:
@@ -175,8 +183,10 @@ def _faults_of_loads(row: Row) -> Iterator[tuple[str, object]]:
     """Yield what differs from the fields that harness/bench/energy.py writes."""
     if {*row.loads} != {*LOADS}:
         yield f"loads {' and '.join(LOADS)}", ", ".join(row.loads)
-    if row.energy_j != (full := row.loads.get("full", {}).get("j_per_call")):
-        yield f"energy_j as j_per_call of load full, {full}", row.energy_j
+    for name, of_load in (("energy_j", "j_per_call"), ("energy_window_s", "window_s")):
+        actual, full = getattr(row, name), row.loads.get("full", {}).get(of_load)
+        if actual != full:
+            yield f"{name} as {of_load} of load full, {full}", actual
     for name, load in row.loads.items():
         us, calls, window_s = (load.get(each, 0.0) for each in ("us_per_call", "calls", "window_s"))
         if not 0 < 0.25e6 * window_s <= us * calls <= 1.01e6 * window_s:  # half of it are pauses
@@ -229,9 +239,34 @@ def _right(run: StoredRun, rows: list[Row]) -> int:
     return len(ok_rows)
 
 
+def _possible_clocks(run: StoredRun, rows: list[Row]) -> int:
+    """Return the number of rows with an SM clock; raises ResultError for one that no GPU has.
+
+    A GPU that reports its clock in environment.json also reports it under load.
+    """
+    gpu = run.environment.get("gpu") or {}
+    most, reports = gpu.get("sm_clock_max_mhz") or inf, gpu.get("sm_clock_mhz") is not None
+    count = 0
+    for row in rows:
+        named = {
+            f"{name} of telemetry": row.telemetry.get(name) for name in ("sm_mhz", "sm_mhz_min")
+        }
+        loads = {f"sm_mhz of load {at}": load.get("sm_mhz") for at, load in row.loads.items()}
+        for name, mhz in (named | loads).items():
+            if mhz is None and name in loads and reports:
+                raise _error(run, row, name, "none")
+            if mhz is not None and not 0 < mhz <= most:
+                raise _error(run, row, f"{name} of at most {most:g} (environment.json)", mhz)
+        count += any((named | loads).values())
+    return count
+
+
 def _above_bounds(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of rows with a bound; a CPU has none, because its cores are shared."""
     timed, gpu = [row for row in rows if row.status is Status.OK], on_gpu(run.environment)
+    if gpu and not run.environment.get("ceilings"):
+        where = run.path / "environment.json"
+        raise ResultError(f"{where}: expected the ceilings of a GPU, found none")
     for row in timed:
         if gpu == (row.clock == "host"):
             raise _error(run, row, f"a clock of a {'GPU' if gpu else 'CPU'}", row.clock)

@@ -30,7 +30,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparsebench._writing import append_to, write_file
 from sparsebench.errors import LeftOut, ResultError
@@ -48,9 +48,9 @@ _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
 
-
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Typed(BaseModel):
@@ -109,13 +109,24 @@ class _Plugin(_Typed):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
+class _Ceilings(_Typed, extra="forbid"):
+    read_gb_per_s: Rate
+    copy_gb_per_s: Rate
+    write_gb_per_s: Rate | None = None
+    matrix_tflops: dict[str, Rate]
+    launch_us: Rate
+    l2_bytes: Count
+    by: dict[str, str] = {}
+    age_s: Seconds = 0.0
+
+
 class _Environment(_Typed):
     gpu: _Device | None = None
     cpu: _Device | None = None
     versions: dict[str, str | None] = {}
     commit: str | None = None
     dirty: bool | None = None
-    ceilings: dict[str, Any] = {}
+    ceilings: Annotated[_Ceilings | None, BeforeValidator(lambda each: each or None)] = None
     devices: list[dict[str, Any]] = []
     plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 

@@ -154,7 +154,7 @@ ODD = {"hostile_process:claims_equal_times": EQUAL}
 )
 def test_a_run_takes_no_row_with_odd_facts(facts: dict[str, Any], reason: str) -> None:
     case = Case(Problem("linear", FIELDS), Contender("dense", "x"))
-    right = Row(case, Status.OK, samples_us=(1.0, 2.0, 3.0))
+    right = Row(case, Status.OK, draws=(1, 2), samples_us=(1.0, 2.0, 3.0))
     owners: Owners = {}
     assert without_faults(right, owners) is right
     row = without_faults(replace(right, replicate=1, scope="op", **facts), owners)

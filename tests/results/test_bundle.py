@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -279,9 +279,15 @@ def spread(us: float, count: int) -> tuple[float, ...]:
     return tuple(us + i / 1000 for i in range(count))
 
 
-def loaded(change: dict[str, Any], **others: Any) -> Callable[[list[Row]], list[Row]]:
+NO_CLOCK: Mapping[str, float] = {}
+
+
+def loaded(
+    change: dict[str, Any], clock: Mapping[str, float] = NO_CLOCK, **others: Any
+) -> Callable[[list[Row]], list[Row]]:
     """Return a function that gives all rows two loads, and changes those of the first."""
-    load = {"us_per_call": 2000.0, "j_per_call": 0.5, "window_s": 3.0, "calls": 1400.0}
+    load: dict[str, float] = {"us_per_call": 2000.0, "j_per_call": 0.5, "window_s": 3.0}
+    load |= {"calls": 1400.0} | clock
     loads = {"half": {**load, "calls": 740.0}, "full": load}
     right: dict[str, Any] = {"loads": loads, "energy_j": 0.5, "energy_window_s": 3.0}
     wrong = {**right, "loads": {**loads, "full": {**load, **change}}, **others}
@@ -369,25 +375,96 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "a load of no calls": (loaded({"calls": 0.0}), "found 0 of 2000 µs"),
     "a load that is unknown": (loaded({}, loads={"max": {}}), "loads half and full, found max"),
     "a row without loads": (loaded({}, loads={}), "expected loads in all rows"),
+    "a load of another window": (loaded({}, energy_window_s=2.0), "as window_s of load full, 3.0"),
+    "energy of no window": (
+        first(energy_j=0.5),
+        "energy_window_s beside energy_j, 0.5, found None",
+    ),
+    "a window of no energy": (first(energy_window_s=3.0), "energy_window_s beside energy_j, None"),
+    "no draws": (
+        first(draws=()),
+        "expected draws of the activations that were checked, found none",
+    ),
+    "more zeros than elements": (first(sparsity=2.0), "expected sparsity of 0 to 1, found 2.0"),
+    "a reference row less in every process": (
+        lambda r: [x for x in r if x.case != next(y.case for y in r if y.reference)],
+        "expected a reference row, found none",
+    ),
+    "a row of the suite as a reference": (
+        lambda r: [replace(x, reference=x.reference or x.case.problem["m"] == 4) for x in r],
+        "expected none (suite.yaml), found a reference row",
+    ),
     "negative seconds of telemetry": (first(telemetry={"seconds": -1.0}), "expected seconds of 0"),
 }
 
 
+GPU = {"name": "a GPU", "uuid": "GPU-1", "sm_clock_mhz": 210, "sm_clock_max_mhz": 1980}
+CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 800.0}}
+CEILINGS |= {"launch_us": 5.0, "l2_bytes": 2**26}
+AT_1755 = {"sm_mhz": 1755.0}
 ON_GPU: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "too fast": (first(samples_us=spread(0.001, 384), samples_per_block=8), "at least 9.50 µs"),
     "too few samples": (first(samples_us=spread(50, 48)), "expected about 48 rounds of 8"),
     "too many samples": (first(samples_us=spread(900, 96), samples_per_block=2), "of 1 (sampling"),
     "a clock of a CPU": (first(clock="host"), "expected a clock of a GPU, found host"),
+    "loads without SM clocks": (loaded({}), "expected sm_mhz of load half, found none"),
+    "an SM clock of 1 THz": (
+        loaded({"sm_mhz": 1e6}, AT_1755),
+        "expected sm_mhz of load full of at most 1980 (environment.json), found 1000000.0",
+    ),
+    "an SM clock of 0": (loaded({"sm_mhz": 0.0}, AT_1755), "load full of at most 1980"),
+    "an SM clock of telemetry": (
+        first(telemetry={"sm_mhz": 1981.0}),
+        "expected sm_mhz of telemetry of at most 1980",
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", ON_GPU)
-def test_times_of_a_gpu_are_held_against_its_limits(damage: str, run: Path) -> None:
-    change, message = ON_GPU[damage]
-    gpu = {"gpu": {"name": "a GPU", "uuid": "GPU-1"}}
-    store.write_json(run / "environment.json", {"schema": store.ENVIRONMENT_SCHEMA, **gpu})
+@pytest.fixture
+def gpu_run(run: Path) -> Path:
+    write_environment(run)
     rows = [replace(row, **BOUND, device="GPU-1") for row in store.rows(run)]
-    assert message in damaged(run, lambda _: change(rows))
+    store.replace_rows(run, rows)
+    bundle.seal(run)
+    return run
+
+
+def write_environment(run: Path, **changes: Any) -> None:
+    environment = {"schema": store.ENVIRONMENT_SCHEMA, "gpu": GPU, "ceilings": CEILINGS}
+    store.write_json(run / "environment.json", environment | changes)
+    bundle.seal(run)
+
+
+@pytest.mark.parametrize("damage", ON_GPU)
+def test_times_and_clocks_of_a_gpu_are_held_against_its_limits(damage: str, gpu_run: Path) -> None:
+    change, message = ON_GPU[damage]
+    assert message in damaged(gpu_run, change)
+
+
+def test_a_clock_that_the_board_does_not_report_is_not_required(gpu_run: Path) -> None:
+    store.replace_rows(gpu_run, loaded({}, AT_1755)(store.rows(gpu_run)))
+    bundle.seal(gpu_run)
+    assert any(line.startswith("SM clocks: 32 rows, each") for line in lines(gpu_run))
+    store.replace_rows(gpu_run, loaded({})(store.rows(gpu_run)))
+    write_environment(gpu_run, gpu={"name": "a GPU", "uuid": "GPU-1"})
+    assert not any(line.startswith("SM clocks") for line in lines(gpu_run))
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "message"),
+    [
+        ({}, "expected the ceilings of a GPU, found none"),
+        (CEILINGS | {"copy_gb_per_s": 0.0}, "ceilings.copy_gb_per_s: expected greater than 0"),
+        (CEILINGS | {"launch_us": nan}, "ceilings.launch_us: expected"),
+        (CEILINGS | {"matrix_tflops": {"bf16": "800"}}, "ceilings.matrix_tflops.bf16: expected"),
+        (CEILINGS | {"read_gb": 1.0}, "ceilings.read_gb: unknown key"),
+        ({"launch_us": 5.0}, "ceilings.read_gb_per_s: expected a value, found none"),
+    ],
+)
+def test_ceilings_of_a_gpu_are_whole(ceilings: Any, message: str, gpu_run: Path) -> None:
+    assert lines(gpu_run)
+    write_environment(gpu_run, ceilings=ceilings)
+    assert message in complaint(gpu_run)
 
 
 def test_rows_with_loads_are_accepted(run: Path) -> None:

@@ -145,6 +145,7 @@ def work_of(problem: Problem) -> Work:
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     choice, candidates = _search(spec, case, options)
     facts = asdict(work)
+    contest = f"draws {spec.seed} {case.problem.id} {options.replicate} {options.attempt}"
     held = facts.pop("output_bytes") + _stored_bytes(case, work)
     del facts["sparse_bytes"]
     return Row(
@@ -163,6 +164,7 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         usual_error=0.0,
         bias=0.0,
         usual_bias=0.0,
+        draws=tuple(_draw(contest).integers(2**31, size=3).tolist()),
         digest=f"simulated {case.problem.id}",
         stored_bytes=_stored_bytes(case, work),
         held_bytes=held,

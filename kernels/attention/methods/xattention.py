@@ -39,7 +39,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, is_watched
+from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, is_traced
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND
 from sparsebench.kernels.attention._shapes import LOG2_E
@@ -75,7 +75,7 @@ def score(
     if not 0 < norm < torch.inf:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
     operands = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
-    scores = (_operator if is_watched() else _scores)(*operands)
+    scores = (_operator if is_traced() else _scores)(*operands)
     return Scored(scores if bias is None else scores + bias, q, k, v)
 
 

@@ -15,7 +15,7 @@ from sparsebench.kernels._common.front import Conditions, Recordings
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm
-from sparsebench.kernels.nn import _frozen_op
+from sparsebench.kernels.nn import _dense_copy, _frozen_op
 from sparsebench.nn import BitmapLinear
 from tests.compiling.nvcc import hopper
 
@@ -113,12 +113,12 @@ def test_few_and_many_tokens_are_correct_on_a_gpu_and_in_a_graph(dense_rows: int
 
 def test_a_dense_choice_is_read_from_a_list_and_a_cpu_has_those_of_torch() -> None:
     algorithm = Algorithm(66, tile=35, cluster_shape=7)
-    config = _frozen_op.DenseConfig(algorithm=algorithm)
+    config = _dense_copy.DenseConfig(algorithm=algorithm)
     written = json.loads(json.dumps(asdict(config)))
-    assert {_frozen_op.DenseConfig(**written)} == {config}
+    assert {_dense_copy.DenseConfig(**written)} == {config}
     w = Bitmap.from_dense(torch.ones(16, 16, dtype=BF16))
-    configs = [*_frozen_op.dense_choices(w, UnstructuredCall("linear", 144))]
-    assert configs == [_frozen_op.DenseConfig(), _frozen_op.DenseConfig(256)]
+    configs = [*_dense_copy.dense_choices(w, UnstructuredCall("linear", 144))]
+    assert configs == [_dense_copy.DenseConfig(), _dense_copy.DenseConfig(256)]
 
 
 @pytest.mark.gpu
@@ -129,10 +129,10 @@ def test_direct_calls_of_cublaslt_are_right_eager_recorded_and_in_a_graph() -> N
     call = UnstructuredCall("linear", 64)
     if _cublaslt.unavailable():
         pytest.skip("needs nvmath")
-    direct = [c for c in _frozen_op.dense_choices(bitmap, call) if c.algorithm]
+    direct = [c for c in _dense_copy.dense_choices(bitmap, call) if c.algorithm]
     assert direct
     for config in direct:
-        run = _frozen_op.plan_dense(bitmap, call, config).run
+        run = _dense_copy.plan_dense(bitmap, call, config).run
         recordings = Recordings(_frozen_op.SIGNATURE)
         for m in (64, 1, 33, 64, 64, 64):
             x = torch.randint(-2, 3, (m, 1032), device="cuda").to(BF16)[:, 8:]  # not aligned to 256

@@ -148,12 +148,12 @@ def test_operators_have_correct_derivatives_and_pass_opcheck():
     layer = layer_of(12, 20, (8, 16))
     index, sizes = (layer.offsets, layer.columns), ((2, 20), (2, 12), layer.values.shape)
     x, dy, values = (torch.randn(size, dtype=torch.float64) for size in sizes)
-    torch.library.opcheck(_bsr_autograd.dgrad, (dy, values, *index, 20))
-    torch.library.opcheck(_bsr_autograd.wgrad, (dy, x, *index, 8, 16))
+    torch.library.opcheck(torch.ops.sparsebench.block_sparse_dgrad, (dy, values, *index, 20))
+    torch.library.opcheck(torch.ops.sparsebench.block_sparse_wgrad, (dy, x, *index, 8, 16))
     x, values = x.requires_grad_(), values.requires_grad_()
     linear = _bsr_autograd.linear
     assert torch.autograd.gradcheck(lambda x, values: linear(x, values, *index, 12), (x, values))
-    torch.library.opcheck(linear, (x, values, *index, 12))
+    torch.library.opcheck(torch.ops.sparsebench.block_sparse_linear, (x, values, *index, 12))
 
 
 @pytest.mark.parametrize(("frozen", "idle"), [("values", "wgrad"), ("x", "dgrad")])

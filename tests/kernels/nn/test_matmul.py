@@ -19,7 +19,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels.bsr._launch import Packing
-from sparsebench.kernels.nn import _frozen_op
+from sparsebench.kernels.nn import _dense_copy, _frozen_op
 from tests.kernels.contract import Example, run_engine
 
 N, K = 96, 64
@@ -136,8 +136,8 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 8])
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
-    config = _frozen_op.DenseConfig(tokens)
-    assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
+    config = _dense_copy.DenseConfig(tokens)
+    assert run_engine(_dense_copy.OF_BITMAP, Example(7, N, K, 0.5), torch.float32, configs=[config])
 
 
 @pytest.mark.parametrize("name", ["values", "columns", "offsets"])

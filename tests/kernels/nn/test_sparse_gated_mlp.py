@@ -266,11 +266,12 @@ def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 @pytest.mark.parametrize("slots", [1, 24])
 def test_the_operators_pass_opcheck(slots):
     inputs = operands(torch.float32)
-    torch.library.opcheck(_autograd.gated_mlp, (*inputs, False, slots))
+    torch.library.opcheck(torch.ops.sparsebench.sparse_gated_mlp, (*inputs, False, slots))
     *packed, dy = (*_autograd.gated_mlp(*inputs, False, slots)[2:], torch.randn(6, 16))
     plain = [t.detach() for t in inputs]
     packed = [t.detach() for t in packed]
-    torch.library.opcheck(_autograd.gated_mlp_backward, (dy, torch.ones(6), *plain, packed, True))
+    gradients = dy, torch.ones(6), *plain, packed, True
+    torch.library.opcheck(torch.ops.sparsebench.sparse_gated_mlp_backward, gradients)
 
 
 def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():

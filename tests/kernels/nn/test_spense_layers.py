@@ -171,13 +171,19 @@ def test_an_mlp_in_fp8_rounds_x_and_h(sizes, activation):
 
 def test_operators_pass_opcheck():
     layer, x = layer_of(72, 400, 0.4, "columns")[0], torch.randn(3, 400).to(BF16)
-    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, 72, 400, 72, 128))
+    torch.library.opcheck(
+        torch.ops.sparsebench.spense_linear, (x, layer.sparse, layer.dense, 72, 400, 72, 128)
+    )
     gate_up = mlp_of(200, 400, 72)[0].gate_up
     sizes = 400, 400, *gate_up.sparse_shape, "silu"
-    torch.library.opcheck(layers.linear, (x, gate_up.sparse, gate_up.dense, *sizes))
+    torch.library.opcheck(
+        torch.ops.sparsebench.spense_linear, (x, gate_up.sparse, gate_up.dense, *sizes)
+    )
     layer = SpenseLinear.from_dense(pruned(72, 400, 72, 400), dtype=E4M3)
     sizes = 72, 400, *layer.sparse_shape, None
-    torch.library.opcheck(layers.linear, (x, layer.sparse, layer.dense, *sizes, layer.scale))
+    torch.library.opcheck(
+        torch.ops.sparsebench.spense_linear, (x, layer.sparse, layer.dense, *sizes, layer.scale)
+    )
 
 
 def test_autocast_casts_inputs_to_the_dtype_of_the_weights():

@@ -1,11 +1,11 @@
-"""The dense copy of a small frozen weight in blocks."""
+"""The dense copy of a frozen weight: small ones in blocks."""
 
 import pytest
 import torch
 
 from sparsebench.kernels.bsr._call import BsrCall
-from sparsebench.kernels.nn import _bsr_dense
-from sparsebench.kernels.nn._bsr_dense import Config
+from sparsebench.kernels.nn import _dense_copy
+from sparsebench.kernels.nn._dense_copy import DenseConfig
 from tests.kernels.contract import Example, run_engine
 
 BF16 = torch.bfloat16
@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 )
 @pytest.mark.parametrize("columns", [True, False])
 def test_its_product_is_exact(example: Example, columns: bool) -> None:
-    assert run_engine(_bsr_dense.KERNEL, example, BF16, configs=[Config(columns)])
+    assert run_engine(_dense_copy.OF_BLOCKS, example, BF16, configs=[DenseConfig(columns=columns)])
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_its_product_is_exact(example: Example, columns: bool) -> None:
 )
 def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None:
     call = BsrCall("linear", 64, (1000, 1000), (10, 10), BF16, live=False)
-    assert _bsr_dense.unsupported_call(call) is None
-    assert reason in _bsr_dense.unsupported_call(call._replace(**change))
+    assert _dense_copy.unsupported_call(call) is None
+    assert reason in _dense_copy.unsupported_call(call._replace(**change))

@@ -1,0 +1,191 @@
+"""A dense product with a copy of a frozen weight, which a search times beside our kernels.
+
+    bitmap  any layer: torch's product, or that of X padded to whole tiles, because cuBLAS can be
+            slower for fewer tokens (NOTES.md); or a direct call of cuBLASLt, for which a search
+            times what the dense baseline times (dense/_gemm.py)
+    blocks  small layers, in which launches and loads of X take more time than W: torch's product
+
+The copy stays beside the packed weight. It is stored row by row, or column by column, which cuBLAS
+often prefers. That of blocks has MOST_BYTES at most. The kernels of blocks reached these parts of
+the searched cuBLAS' speed on an H200:
+
+    1000 x 1000, blocks of 10, 80 % zeros, 64, 100 and 1,024 tokens    0.86, 0.79, 0.69    2 MB
+    5000 x 3000, blocks of 8, 90 %, 300 tokens                         0.74               30 MB
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
+from sparsebench.kernels._common.cuda import HALVES, on_tape
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.search import finalists
+from sparsebench.kernels._common.stamp import by_stamp
+from sparsebench.kernels._common.transforms import ALIGNMENT
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
+from sparsebench.kernels._kernel import DTYPES, poison, refuse
+from sparsebench.kernels.bsr import _call
+from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.dense import _cublaslt
+from sparsebench.kernels.dense._cublaslt import Algorithm
+from sparsebench.kernels.dense._gemm import DenseProduct, agrees, fastest_way, runs
+
+ATTRIBUTE = "_sparsebench_dense"  # of a bitmap: its copy
+TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
+MOST_BYTES = 32 * 2**20  # of the copy of a weight in blocks
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The configuration of a dense product.
+
+    padded     torch's product of X padded to so many tokens; 0: as it is
+    algorithm  of a direct call of cuBLASLt; None: torch's product
+    columns    whether the copy is stored column by column
+    """
+
+    padded: int = 0
+    algorithm: Algorithm | None = None
+    columns: bool = True
+
+    def __post_init__(self) -> None:
+        """Take an algorithm as a list has it: its fields."""
+        if isinstance(self.algorithm, Mapping):
+            object.__setattr__(self, "algorithm", Algorithm(**self.algorithm))
+
+
+def copy_of(w: Bitmap | Bsr, *, columns: bool) -> Tensor:
+    """Return W [n, k] as a dense matrix, by columns or by rows."""
+    dense = w.to_dense()
+    return dense.T.contiguous().T if columns else dense
+
+
+def multiply(x: Tensor, dense: Tensor, out: Tensor | None = None, *, padded: int = 0) -> Tensor:
+    """Return torch's product X @ W.T with the copy, of X padded to so many tokens."""
+    if padded <= (m := x.shape[0]):
+        on_tape(dense=dense)
+        return torch.mm(x, dense.T, out=out)
+    on_tape(complete=False)
+    rows = x.new_empty(padded, x.shape[1])  # the other rows of Y are dropped
+    rows[:m] = x
+    y = torch.mm(rows, dense.T)[:m]
+    return y if out is None else out.copy_(y)
+
+
+# ---- bitmap ----
+
+
+def dense_copy(w: Bitmap) -> Tensor:
+    """Return the dense copy [n, k] of a bitmap, by columns, which the first call makes.
+
+    In published searches of cuBLAS with up to 64 tokens, the fastest call had W by columns in 97 %
+    of large products, and torch's product took 1.09 to 1.10 of its time by rows, 1.03 by columns.
+    """
+    make = partial(make_lasting, partial(copy_of, w, columns=True), w.records.device)
+    dense: Tensor = by_stamp(w, "matmul", ATTRIBUTE, make)
+    if is_capturing(dense):
+        keep(dense)
+    return dense
+
+
+def torch_choices(w: Bitmap, call: UnstructuredCall) -> list[DenseConfig]:
+    """Return the product of X as it is, and of X padded to whole tiles."""
+    whole = -(-call.m // TILE) * TILE
+    return [DenseConfig(), *([DenseConfig(whole)] if TILE < call.m < whole else [])]
+
+
+def dense_choices(w: Bitmap, call: UnstructuredCall) -> Iterator[DenseConfig]:
+    """Yield torch's products, and then the fastest direct calls, which the baseline's search times.
+
+    They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
+    a multiple of 256; a call that is wrong for such an X is left out.
+    """
+    yield from torch_choices(w, call)
+    if not w.offsets.is_cuda or w.dtype == DTYPES["fp8"] or _cublaslt.unavailable():
+        return
+    dense, (n, k), shift = dense_copy(w), w.shape, ALIGNMENT // w.dtype.itemsize
+    memory = torch.randn(call.m * k + shift, device=dense.device).to(w.dtype)
+    x, shifted = (memory[start : start + call.m * k].view(call.m, k) for start in (0, shift))
+    right, out = torch.mm(shifted, dense.T), x.new_empty(call.m, n)
+    for choice in finalists(fastest_way(DenseProduct(x, dense.T, out, weight=False)).candidates):
+        if "algorithm" in choice:
+            config = DenseConfig(algorithm=choice["algorithm"])
+            run = partial(plan_dense(w, call, config).run, shifted, out=out)
+            poison(out)
+            if runs(run) and agrees(out, right):
+                yield config
+
+
+def plan_dense(w: Bitmap, call: UnstructuredCall, config: DenseConfig) -> Product:
+    """Make the dense copy, unless there is one. Raises Unsupported."""
+    fp8 = w.dtype == DTYPES["fp8"]
+    refuse("dense: expected fp16, bf16 or fp32, because torch multiplies no fp8" if fp8 else None)
+    dense = dense_copy(w)
+    if config.algorithm:
+        return Product(_cublaslt.bind_weight(dense, config.algorithm, call.m))
+
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return multiply(x, dense, out, padded=config.padded)
+
+    return Product(run)
+
+
+OF_BITMAP = Engine(
+    op="linear",
+    consumes="bitmap",
+    device="any",
+    name="dense",
+    config=DenseConfig,
+    choices=dense_choices,
+    closed=torch_choices,
+    plan=plan_dense,
+    bind=bind,
+)
+
+
+# ---- blocks ----
+
+
+def unsupported_call(call: BsrCall) -> str | None:
+    """Return why a call of a weight in blocks takes no copy, or None."""
+    size = call.shape[0] * call.shape[1] * call.dtype.itemsize
+    if call.live:
+        return "dense copy: expected frozen values, found values that train"
+    fits = call.dtype in HALVES and size <= MOST_BYTES
+    expected = f"dense copy: expected fp16 or bf16, up to {MOST_BYTES} bytes"
+    return None if fits else f"{expected}, found {call.dtype} and {size}"
+
+
+def layouts(w: Bsr, call: BsrCall) -> list[DenseConfig]:
+    """Return both layouts of the copy. Raises Unsupported."""
+    refuse(unsupported_call(call))
+    return [DenseConfig(), DenseConfig(columns=False)]
+
+
+def plan_blocks(w: Bsr, call: BsrCall, config: DenseConfig) -> Product:
+    """Plan torch's product with the copy that `pack` makes of the values. Raises Unsupported."""
+    refuse(unsupported_call(call))
+
+    def pack(values: Tensor) -> Tensor:
+        return copy_of(replace(w, values=values), columns=config.columns)
+
+    return Product(multiply, pack=pack, order=("dense", config.columns))
+
+
+OF_BLOCKS = Engine(
+    op="linear",
+    consumes="bsr",
+    device="any",
+    name="dense",
+    config=DenseConfig,
+    choices=layouts,
+    plan=plan_blocks,
+    bind=_call.bind,
+)

@@ -1,0 +1,132 @@
+"""Forward-mode AD: a product by torch has a tangent, and every operator of ours refuses one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import sparsebench
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
+from sparsebench.formats.spense import Spense
+from sparsebench.nn import SparseExperts
+from tests.kernels.nn.examples import BF16, KINDS, two_four
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by make_dual
+REFUSED = Unsupported, NotImplementedError, RuntimeError
+TOKENS, HEADS, D = 64, 2, 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+Call = tuple[Callable[..., Tensor], list[Tensor]]
+"""A function, and its operands."""
+
+
+def attention_of(name: str, device: str) -> Call:
+    q, k, v = (torch.randn(1, TOKENS, HEADS, D, device=device).to(BF16) for _ in range(3))
+    if name == "attention":
+        allowed = torch.ones(1, 1, TOKENS, TOKENS, device=device).tril().bool()
+        mask = BlockMask.from_elements(allowed, [16, 16])
+        return lambda *qkv: sparsebench.attention(*qkv, mask), [q, k, v]
+    if name == "nsa":
+        gates = [torch.rand(1, TOKENS, HEADS, device=device) for _ in range(3)]
+        options = {"keep": 4, "block": 16, "window": 16}
+        return lambda *each: sparsebench.nsa_attention(*each, **options), [q, k, v, *gates]
+    if name == "moba":
+        return lambda *qkv: sparsebench.moba_attention(*qkv, keep=2, block=16), [q, k, v]
+    options = {"method": name, "keep": 2, "block": 16, "causal": True}
+    return lambda *qkv: sparsebench.select_attention(*qkv, **options), [q, k, v]
+
+
+def matmul_of(name: str, device: str) -> Call:
+    w = two_four(128, 64).to(device)
+    packed = {
+        "bsr": lambda: Bsr.from_dense(w, block=16),
+        "csr": lambda: Csr.from_dense(w),
+        "bitmap": lambda: Bitmap.from_dense(w),
+        "spense": lambda: Spense.from_dense(w),
+    }[name]()
+    x = torch.randn(16, 64, device=device).to(BF16)
+    return lambda x: sparsebench.matmul(x, packed), [x]
+
+
+def experts_of(name: str, device: str) -> Call:
+    gate_up, down = (torch.randn(4, n, k).to(BF16) for n, k in ((128, 64), (64, 64)))
+    layer = SparseExperts.from_dense(gate_up, down, top_k=2, activation="silu", block=32)
+    layer = layer.to(device).requires_grad_(name == "trained")
+    ids = torch.randint(4, (8, 2), device=device)
+    x, shares = (torch.randn(8, n, device=device) for n in (64, 2))
+    return lambda x, shares: layer(x, ids, shares), [x.to(BF16), shares]
+
+
+def layer_of(name: str, device: str) -> Call:
+    layer = KINDS[name].drawn().to(device).requires_grad_(False)
+    return layer, [KINDS[name].x(16).to(device)]
+
+
+CALLS: dict[str, Callable[[str, str], Call]] = {
+    **dict.fromkeys(("attention", "pooled", "xattention", "nsa", "moba"), attention_of),
+    **dict.fromkeys(("bsr", "csr", "bitmap", "spense"), matmul_of),
+    **dict.fromkeys(("trained", "frozen"), experts_of),
+    **dict.fromkeys(KINDS, layer_of),
+}
+
+
+def require_derivative(
+    call: Callable[..., Tensor], operands: list[Tensor], at: int, tangent: Tensor | None
+) -> None:
+    """Require the derivative by one operand, in which the call must then be linear."""
+    moved = [*operands]
+    moved[at] = operands[at] + torch.ones_like(operands[at])
+    with torch.no_grad():
+        expected = call(*moved).float() - call(*operands).float()
+    assert tangent is not None
+    torch.testing.assert_close(tangent.float(), expected, rtol=0.05, atol=0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tangent_is_right_or_refused(name: str, graded: bool, device: str) -> None:
+    torch.manual_seed(0)
+    call, operands = CALLS[name](name, device)
+    for at in range(len(operands)):
+        with forward_ad.dual_level(), torch.set_grad_enabled(graded):
+            dual: list[Any] = [*operands]
+            dual[at] = forward_ad.make_dual(operands[at], torch.ones_like(operands[at]))
+            try:
+                tangent = forward_ad.unpack_dual(call(*dual)).tangent
+            except REFUSED:
+                continue
+        require_derivative(call, operands, at, tangent)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_func_jvp_is_right_or_refused(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    call, operands = CALLS[name](name, device)
+    for at in range(len(operands)):
+
+        def of_one(x: Tensor, at: int = at) -> Tensor:
+            return call(*operands[:at], x, *operands[at + 1 :])
+
+        one = (operands[at],)
+        try:
+            _, tangent = torch.func.jvp(of_one, one, (torch.ones_like(operands[at]),))
+        except REFUSED:
+            continue
+        require_derivative(call, operands, at, tangent)
+
+
+def test_a_dual_level_without_a_tangent_changes_nothing() -> None:
+    for name, make in CALLS.items():
+        call, operands = make(name, "cpu")
+        expected = call(*operands)
+        with forward_ad.dual_level():
+            torch.testing.assert_close(call(*operands), expected, rtol=0.02, atol=0.02)
