@@ -123,6 +123,20 @@ def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
     assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
 
 
+def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch) -> None:
+    layers = [PlannedLayer(), PlannedLayer()]
+    model = torch.nn.ModuleList(layers)
+    monkeypatch.setattr(planning, "describe", lambda model: {"0": {}, "1": {}})
+    monkeypatch.setattr(
+        planning, "_tensors", lambda layer: [SimpleNamespace(device=CUDA, is_cuda=False)]
+    )
+    planning.plan_ahead(model, [1, 5])
+    assert [sorted({*layer.planned}) for layer in layers] == 2 * [[(1, False), (8, False)]]
+    layers[1].planned.clear()
+    planning.plan_ahead(model)
+    assert not layers[1].planned
+
+
 def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:
     loaded(checkpoint)
     assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
@@ -179,7 +193,7 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
             transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         )
     assert "sparsebench tune" in str(caught[0].message)
-    assert tokens == planning.POWERS
+    assert tokens is None
     assert not choices.of_checkpoints()
 
 
