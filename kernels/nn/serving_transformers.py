@@ -18,6 +18,7 @@ of a request's last step, and then puts the highest logit at that token. It is c
 model, and takes the same time for all contenders.
 """
 
+import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields
@@ -311,14 +312,19 @@ def has_flash(problem: Problem) -> bool:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
+    return untested()
+
+
+def untested() -> str | None:
+    """Return which versions of transformers were tested, if this is none of them."""
     tested = " to ".join(".".join(map(str, each)) for each in TESTED)
     try:
         present = version("transformers")
     except PackageNotFoundError:
-        return f"expected transformers {tested}, found none"
-    if not TESTED[0] <= tuple(int(part) for part in present.split(".")[:2]) <= TESTED[1]:
-        return f"expected transformers {tested}, found {present}"
-    return None
+        present = "none"
+    major, minor = (*re.findall(r"\d+", present), "0", "0")[:2]
+    fits = TESTED[0] <= (int(major), int(minor)) <= TESTED[1]
+    return None if fits else f"expected transformers {tested}, found {present}"
 
 
 def require_room(operands: Operands, load: RequestLoad) -> None:

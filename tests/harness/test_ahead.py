@@ -16,6 +16,7 @@ from sparsebench.harness.models.pruning import ahead as planning
 from sparsebench.kernels._common import choices
 from sparsebench.kernels._common.operator import ahead
 from sparsebench.kernels._common.product import Product, Selected
+from sparsebench.kernels.nn import serving_transformers
 from sparsebench.nn import TwoFour, sparsify_
 from tests.harness.tiny_models import tiny, transformers
 from tests.tools.command_line import refusal
@@ -135,6 +136,22 @@ def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch) -> None:
     layers[1].planned.clear()
     planning.plan_ahead(model)
     assert not layers[1].planned
+
+
+def test_layers_that_no_kernel_runs_are_said_when_they_are_loaded(layer, checkpoint, monkeypatch):
+    def plan(tokens: list[int], *, search: bool) -> None:
+        raise Unsupported("needs compute capability 8.0 or newer, found 7.5")
+
+    monkeypatch.setattr(layer, "plan", plan)
+    with pytest.warns(UserWarning, match=r"^PlannedLayer: needs compute capability") as warned:
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    assert sum("compute capability" in str(each.message) for each in warned) == 1
+
+
+def test_a_version_of_transformers_that_was_not_tested_is_named(layer, checkpoint, monkeypatch):
+    monkeypatch.setattr(serving_transformers, "version", lambda name: "5.99.0.dev0")
+    with pytest.warns(UserWarning, match=r"expected transformers 5\.17 to 5\.23, found 5\.99\.0"):
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
 
 
 def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:

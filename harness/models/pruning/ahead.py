@@ -49,13 +49,16 @@ MOST = 2**16  # tokens of a call, in a file and on the command line
 def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
     """Plan the layers that are on a GPU for these numbers of tokens, without a search.
 
-    By default one layer of each kind, for the powers of two.
+    By default one layer of each kind, for the powers of two. One line says which layers no kernel
+    runs on this GPU.
     """
     counts = sorted({bucket(m) for m in (POWERS if tokens is None else tokens)})
     layers = kinds_of(model)
     with ThreadPoolExecutor(BUILDERS) as pool:
         for layer in layers:  # compiles
-            [*pool.map(partial(_plan, layer), [[m] for m in counts])]
+            reasons = [*pool.map(partial(_plan, layer), [[m] for m in counts])]
+            if all(reasons):
+                warnings.warn(f"{type(layer).__name__}: {reasons[0]}", stacklevel=2)
         if tokens is not None:
             layers = [layer for _, layer in _layers_on_gpus(model)]
             [*pool.map(partial(_plan, tokens=counts), layers)]
@@ -63,9 +66,13 @@ def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
         torch.cuda.synchronize(device)  # plans upload lists, and calls may use another stream
 
 
-def _plan(layer: Any, tokens: list[int]) -> None:
-    with suppress(Unsupported):  # its first call says why
+def _plan(layer: Any, tokens: list[int]) -> str | None:
+    """Return why no kernel can run a layer, or None."""
+    try:
         layer.plan(tokens, search=False)
+    except Unsupported as error:
+        return str(error)
+    return None
 
 
 def kinds_of(model: nn.Module) -> list[Any]:
