@@ -49,8 +49,17 @@ class PlannedPattern:
     frozen            the index is never compared again
     """
 
-    def __init__(self, offsets: Tensor, columns: Tensor, stamp: tuple[int, ...] | None) -> None:
-        """Copy an index. Raises Unsupported if its tensors are on different devices."""
+    def __init__(
+        self,
+        offsets: Tensor,
+        columns: Tensor,
+        stamp: tuple[int, ...] | None,
+        alike: "PlannedPattern | None" = None,
+    ) -> None:
+        """Copy an index, or take the copy and the plans of one that is alike.
+
+        Raises Unsupported if its tensors are on different devices.
+        """
         devices = sorted({str(offsets.device), str(columns.device)})
         if len(devices) > 1:
             raise Unsupported(f"expected one device, found {', '.join(devices)}")
@@ -59,13 +68,17 @@ class PlannedPattern:
             with torch.inference_mode(False):
                 return offsets.clone(), columns.clone()
 
-        self.offsets, self.columns = make_lasting(copies, columns.device)
+        self._made: dict[Hashable, Any] = {}
+        if alike is None:
+            self.offsets, self.columns = make_lasting(copies, columns.device)
+            self.operator = operator_of(self.offsets, self.columns)
+        else:
+            self.offsets, self.columns, self._made = alike.offsets, alike.columns, alike._made
+            self.operator = alike.operator
         self.originals = offsets.detach(), columns.detach()  # keeps their addresses taken
         self.stamp, self.frozen, self.device = stamp, False, columns.device
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
-        self.operator = operator_of(self.offsets, self.columns)
         self.packs = Packs()
-        self._made: dict[Hashable, Any] = {}
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
@@ -198,6 +211,17 @@ def freeze_index(offsets: Tensor, columns: Tensor) -> None:
     if not pattern.frozen:
         pattern.frozen, pattern.stamp = True, _stamp(offsets, columns)
         setattr(columns, ATTRIBUTE, pattern)
+
+
+def share_plans(index: "Index", alike: "Index") -> None:
+    """Let an index take the plans of an equal one; the values of each are packed by themselves.
+
+    Two layers with one tensor `columns` would have one pattern, which packs the values of only one
+    of them, so that every call of the other packs again. Waits for the device. Raises FormatError.
+    """
+    pattern, (offsets, columns) = pattern_of(*alike), index
+    require(pattern.equals(offsets, columns), "expected two equal indices, found different ones")
+    setattr(columns, ATTRIBUTE, PlannedPattern(offsets, columns, _stamp(*index), pattern))
 
 
 def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr.experts_ffn_triton import gate_above_up
 from sparsebench.kernels.dense._decoder import EPSILON, ROTARY, copy_of
+from sparsebench.kernels.nn._bsr_pattern import share_plans
 from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
 from sparsebench.kernels.nn.spense import SpenseGatedMLP
 from sparsebench.kernels.spense.spense_ffn import joined
@@ -86,10 +87,10 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
         first = layer_of(of_blocks), layer_of(wd)
 
         def blocks(_: Any) -> nn.Module:
-            """Copy the values and share the index, whose plans took 15 s for 12 layers."""
+            """Copy the weights and share the plans, which took 15 s for 12 layers."""
             each = layer_of(of_blocks), layer_of(wd)
-            for layer, shared in zip(each, first, strict=True):
-                layer.offsets, layer.columns = shared.offsets, shared.columns
+            for layer, planned in zip(each, first, strict=True):
+                share_plans((layer.offsets, layer.columns), (planned.offsets, planned.columns))
             return BlockSparseGatedMLP(*each).freeze()
 
         return blocks

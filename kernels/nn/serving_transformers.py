@@ -18,9 +18,11 @@ of a request's last step, and then puts the highest logit at that token. It is c
 model, and takes the same time for all contenders.
 """
 
+import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from statistics import fmean
@@ -217,31 +219,48 @@ class Server:
         return first_us, 1e6 * (times[-1] - times[0]) / max(new - 1, 1)
 
 
+POOLS: list[Any] = []
+"""Pools of memory that a graph still uses, for the rest of the process."""
+
+
 def stop(manager: Any) -> None:
-    """End the thread, and free the cache."""
+    """End the thread, and free the cache.
+
+    The garbage that `manager.stop` collects has the graphs and the pool of their memory, in any
+    order. Some versions of torch abort if a pool is freed before a graph, or after a capture that
+    failed, which also counts as a user. A GPU test ended so; the pool is therefore freed last.
+    """
+    pool = manager.batch_processor.model_runner.mem_pool
     manager.stop(block=True, timeout=PATIENCE_S)
     manager.destroy()
+    if pool is not None and pool.use_count() > 1:
+        POOLS.append(pool)
 
 
 class StepClock:
-    """The device time of the steps of a call: events around each, on the stream of the model."""
+    """The device time of the steps of a call: events around each, on the stream of the model.
+
+    It refers to the processor weakly, so that a server that has ended keeps no graph.
+    """
 
     def __init__(self, processor: Any) -> None:
         self.pairs: list[tuple[Any, Any]] = []
         self.host_us: list[float] = []
-        self.run, self.processor = processor.model_runner.compute_batch, weakref.proxy(processor)
+        self.processor = weakref.proxy(processor)
         processor.model_runner.compute_batch = self
 
     def __call__(self, *batch: Any) -> None:
+        runner = self.processor.model_runner
+        run = partial(type(runner).compute_batch, runner)
         stream = self.processor.inputs_and_outputs.compute_stream
         if stream is None:
             began = perf_counter()
-            self.run(*batch)
+            run(*batch)
             self.host_us.append(1e6 * (perf_counter() - began))
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(stream)
-        self.run(*batch)
+        run(*batch)
         after.record(stream)
         self.pairs.append((before, after))
 
@@ -293,14 +312,19 @@ def has_flash(problem: Problem) -> bool:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
+    return untested()
+
+
+def untested() -> str | None:
+    """Return which versions of transformers were tested, if this is none of them."""
     tested = " to ".join(".".join(map(str, each)) for each in TESTED)
     try:
         present = version("transformers")
     except PackageNotFoundError:
-        return f"expected transformers {tested}, found none"
-    if not TESTED[0] <= tuple(int(part) for part in present.split(".")[:2]) <= TESTED[1]:
-        return f"expected transformers {tested}, found {present}"
-    return None
+        present = "none"
+    major, minor = (*re.findall(r"\d+", present), "0", "0")[:2]
+    fits = TESTED[0] <= (int(major), int(minor)) <= TESTED[1]
+    return None if fits else f"expected transformers {tested}, found {present}"
 
 
 def require_room(operands: Operands, load: RequestLoad) -> None:

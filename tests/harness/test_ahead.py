@@ -16,6 +16,7 @@ from sparsebench.harness.models.pruning import ahead as planning
 from sparsebench.kernels._common import choices
 from sparsebench.kernels._common.operator import ahead
 from sparsebench.kernels._common.product import Product, Selected
+from sparsebench.kernels.nn import serving_transformers
 from sparsebench.nn import TwoFour, sparsify_
 from tests.harness.tiny_models import tiny, transformers
 from tests.tools.command_line import refusal
@@ -123,6 +124,36 @@ def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
     assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
 
 
+def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch) -> None:
+    layers = [PlannedLayer(), PlannedLayer()]
+    model = torch.nn.ModuleList(layers)
+    monkeypatch.setattr(planning, "describe", lambda model: {"0": {}, "1": {}})
+    monkeypatch.setattr(
+        planning, "_tensors", lambda layer: [SimpleNamespace(device=CUDA, is_cuda=False)]
+    )
+    planning.plan_ahead(model, [1, 5])
+    assert [sorted({*layer.planned}) for layer in layers] == 2 * [[(1, False), (8, False)]]
+    layers[1].planned.clear()
+    planning.plan_ahead(model)
+    assert not layers[1].planned
+
+
+def test_layers_that_no_kernel_runs_are_said_when_they_are_loaded(layer, checkpoint, monkeypatch):
+    def plan(tokens: list[int], *, search: bool) -> None:
+        raise Unsupported("needs compute capability 8.0 or newer, found 7.5")
+
+    monkeypatch.setattr(layer, "plan", plan)
+    with pytest.warns(UserWarning, match=r"^PlannedLayer: needs compute capability") as warned:
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    assert sum("compute capability" in str(each.message) for each in warned) == 1
+
+
+def test_a_version_of_transformers_that_was_not_tested_is_named(layer, checkpoint, monkeypatch):
+    monkeypatch.setattr(serving_transformers, "version", lambda name: "5.99.0.dev0")
+    with pytest.warns(UserWarning, match=r"expected transformers 5\.17 to 5\.23, found 5\.99\.0"):
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+
+
 def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:
     loaded(checkpoint)
     assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
@@ -179,7 +210,7 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
             transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         )
     assert "sparsebench tune" in str(caught[0].message)
-    assert tokens == planning.POWERS
+    assert tokens is None
     assert not choices.of_checkpoints()
 
 

@@ -13,6 +13,7 @@ from sparsebench.errors import FormatError
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.kernels.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 from sparsebench.nn import BlockSparse, SparseActivations, TwoFour, Unstructured, sparsify_
+from sparsebench.vllm import plugin
 from sparsebench.vllm.packing import (
     ANYWHERE,
     DENSE,
@@ -186,3 +187,13 @@ def test_a_tensor_that_is_missing_or_does_not_fit_is_named() -> None:
         [*dense_weights(rest.items(), layers, CPU)]
     with pytest.raises(FormatError, match=r"layers\.1\.mlp: down\.sparse: expected \["):
         [*dense_weights((state | {name: state[name][:1]}).items(), layers, CPU)]
+
+
+def test_a_vllm_that_lacks_what_the_plug_in_needs_is_one_line(caplog, monkeypatch) -> None:
+    def lacking(name: str) -> None:
+        raise ImportError("cannot import name 'LinearBase'")
+
+    monkeypatch.setattr(plugin, "import_module", lacking)
+    with caplog.at_level("WARNING", logger="vllm.sparsebench"):
+        plugin.register()
+    assert caplog.messages == ["sparsebench is not registered: cannot import name 'LinearBase'"]

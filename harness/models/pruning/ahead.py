@@ -6,7 +6,9 @@
 
 A call takes the plan for up to twice as many tokens at first, so the powers of two are enough for
 every number of tokens below the largest. Layers of equal sizes share machine code, and those in 2:4
-also their plans, so one layer of each kind is planned.
+also their plans, so one layer of each kind is planned. Plans of blocks read the index of the layer,
+which takes the host 0.1 s and more for a product. So if the checkpoint has a file, or the caller
+says for how many tokens, all layers are planned: the first request would wait for them.
 
 The first line of the file says what it was made for:
 
@@ -18,9 +20,10 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -43,33 +46,53 @@ BUILDERS = 8  # threads that compile
 MOST = 2**16  # tokens of a call, in a file and on the command line
 
 
-def plan_ahead(model: nn.Module, tokens: Iterable[int] = POWERS) -> None:
-    """Plan the layers that are on a GPU for these numbers of tokens, without a search."""
-    counts, layers = [[m] for m in sorted({bucket(m) for m in tokens})], kinds_of(model)
+def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
+    """Plan the layers that are on a GPU for these numbers of tokens, without a search.
+
+    By default one layer of each kind, for the powers of two. One line says which layers no kernel
+    runs on this GPU.
+    """
+    counts = sorted({bucket(m) for m in (POWERS if tokens is None else tokens)})
+    layers = kinds_of(model)
     with ThreadPoolExecutor(BUILDERS) as pool:
-        for layer in layers:
-
-            def plan(some: list[int], layer: Any = layer) -> None:
-                with suppress(Unsupported):  # its first call says why
-                    layer.plan(some, search=False)
-
-            [*pool.map(plan, counts)]
+        for layer in layers:  # compiles
+            reasons = [*pool.map(partial(_plan, layer), [[m] for m in counts])]
+            if all(reasons):
+                warnings.warn(f"{type(layer).__name__}: {reasons[0]}", stacklevel=2)
+        if tokens is not None:
+            layers = [layer for _, layer in _layers_on_gpus(model)]
+            [*pool.map(partial(_plan, tokens=counts), layers)]
     for device in {t.device for layer in layers for t in _tensors(layer) if t.is_cuda}:
         torch.cuda.synchronize(device)  # plans upload lists, and calls may use another stream
 
 
+def _plan(layer: Any, tokens: list[int]) -> str | None:
+    """Return why no kernel can run a layer, or None."""
+    try:
+        layer.plan(tokens, search=False)
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
 def kinds_of(model: nn.Module) -> list[Any]:
-    """Return one sparse layer of each description and GPU that can be planned.
+    """Return one sparse layer of each description and GPU that can be planned."""
+    kinds: dict[Any, Any] = {}
+    for kind, layer in _layers_on_gpus(model):
+        kinds.setdefault(kind, layer)
+    return [*kinds.values()]
+
+
+def _layers_on_gpus(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the description and GPU of each sparse layer that can be planned, and the layer.
 
     Layers that are offloaded, even in part, are left out.
     """
-    kinds: dict[Any, nn.Module] = {}
     for name, description in describe(model).items():
         layer = model.get_submodule(name)
         devices = {t.device for t in _tensors(layer)}
         if hasattr(layer, "plan") and {device.type for device in devices} == {"cuda"}:
-            kinds.setdefault((str(description), *devices), layer)
-    return [*kinds.values()]
+            yield (str(description), *devices), layer
 
 
 def _tensors(layer: nn.Module) -> list[torch.Tensor]:
@@ -133,24 +156,24 @@ def tune(
     return [*said, *refusals]
 
 
-def take(model: nn.Module) -> Iterable[int]:
-    """Take the choices beside the weights that a model was loaded from; return the tokens to plan.
+def take(model: nn.Module) -> list[int] | None:
+    """Take the choices beside the weights that a model was loaded from; return their tokens.
 
-    Without a file that fits, return the powers of two; one line says what does not fit.
+    Without a file that fits, return None; one line says what does not fit.
     """
     place = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not place or not (layers := kinds_of(model)):
-        return POWERS
+        return None
     return take_from(Path(place), _tensors(layers[0])[0].device, describe(model))
 
 
 def take_from(
     folder: Path, device: torch.device, layers: Mapping[str, Description]
-) -> Iterable[int]:
+) -> list[int] | None:
     """Take the choices of a folder for these layers of a model, as `take`."""
     file = file_of(folder, device)
     if not (names := sorted(path.name for path in folder.glob("sparsebench-sm*.choices"))):
-        return POWERS
+        return None
     try:
         require(file.name in names, f"expected {file.name} for this GPU, found {', '.join(names)}")
         header = _header(file)
@@ -162,7 +185,7 @@ def take_from(
     except (OSError, FormatError) as error:
         advice = f"searched choices are ignored: run `sparsebench tune {folder}`"
         warnings.warn(f"{file}: {error}; {advice}", stacklevel=2)
-        return POWERS
+        return None
 
 
 def _header(file: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A model's configuration holds them, and pickle needs classes of a module. This f
 transformers; checkpoint.py imports it as soon as a program uses transformers.
 """
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from sparsebench.harness.models.pruning.checkpoint import (
     to_dense,
     verify,
 )
+from sparsebench.kernels.nn.serving_transformers import untested
 
 
 @register_quantization_config(METHOD)
@@ -51,6 +53,8 @@ class SparsebenchQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         config = self.quantization_config
+        if (reason := untested()) is not None:
+            warnings.warn(f"sparse layers may be loaded or served wrongly: {reason}", stacklevel=2)
         with torch.device("cpu"):
             layers = parse(config.version, config.layers)
             self.shapes = place(model, layers, model.dtype)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import sparsebench
-from sparsebench.errors import Unsupported
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import front_extension
 from sparsebench.kernels._common.front import Recordings
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import index_of, pattern_of, share_plans
 from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 from tests.compiling.nvcc import hopper
 from tests.kernels.nn.examples import dense_of, mlp_in_blocks, mlp_in_two_four, two_four
@@ -49,6 +50,37 @@ def test_a_frozen_layer_has_no_gradient_and_stays_right_when_it_is_written() -> 
     with torch.no_grad():
         layer.values.mul_(2)
     torch.testing.assert_close(layer(x), layer.to_dense()(x))
+
+
+def two_alike(device: str = "cpu") -> list[BlockSparseLinear]:
+    """Return two frozen layers of one pattern, with values of their own and the plans of both."""
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "bias": False}
+    first = BlockSparseLinear(128, 96, block=16, sparsity=0.5, **options)
+    there = torch.zeros(6, 8, dtype=torch.bool)
+    there[rows_of(first.offsets).cpu(), first.columns.long().cpu()] = True
+    second = BlockSparseLinear(128, 96, block=16, pattern=there, **options)
+    share_plans((second.offsets, second.columns), (first.offsets, first.columns))
+    return [first.freeze(), second.freeze()]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layers_that_share_plans_keep_their_own_packed_values(device: str) -> None:
+    layers = two_alike(device)
+    x = torch.randn(16, 128, device=device, dtype=torch.bfloat16)
+    layers[0].plan([16], search=False)
+    first, second = (pattern_of(layer.offsets, layer.columns) for layer in layers)
+    assert second.operator is first.operator
+    packs = []
+    for layer in (*layers, *layers):
+        torch.testing.assert_close(layer(x), layer.to_dense()(x), rtol=0.02, atol=0.02)
+        packs.append([*pattern_of(layer.offsets, layer.columns).packs.by_order.values()])
+    for earlier, later in zip(packs[:2], packs[2:], strict=True):
+        assert [*map(id, earlier)] == [*map(id, later)]
+
+
+def test_plans_of_another_index_are_refused() -> None:
+    with pytest.raises(FormatError, match="found different ones"):
+        share_plans(*[index_of(torch.eye(4, dtype=torch.bool).roll(turn, 1)) for turn in (0, 1)])
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "unwritable", "damaged"])

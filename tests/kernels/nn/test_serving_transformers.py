@@ -1,5 +1,6 @@
 """A server answers with the logits of `generate`, and refuses in one line."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -119,6 +120,16 @@ def test_a_server_reads_prompts_in_every_call(device: str) -> None:
         readings = launch.readings()
     assert readings.keys() == set(OP.readings)
     assert all(us > 0 for us in readings.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_server_that_has_ended_keeps_no_graph(device: str) -> None:
+    with served("dense", device, concurrency=1, requests=1) as (launch, _):
+        launch()
+        server = launch.run.__self__  # type: ignore[attr-defined]
+        runner = weakref.ref(server.manager.batch_processor.model_runner)
+    assert runner() is None
+    assert not serving.POOLS
 
 
 def test_another_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
