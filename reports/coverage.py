@@ -1,7 +1,8 @@
 """How often a second card agrees with the first: sentences and two tables (comparison/repeats.py).
 
-stratum                  cases  inside  unchanged, by processes alone  unchanged  p
-first run  second run    cases  inside  unchanged, by processes alone  unchanged
+stratum                  cases  inside            unchanged, by processes alone  unchanged  p
+all                      503    456 of 503, 91 %  ...
+first run  second run    cases  inside            unchanged, by processes alone  unchanged
 """
 
 from collections.abc import Mapping
@@ -68,9 +69,9 @@ def coverage_tables(repeats: pd.DataFrame) -> tuple[list[list[str]], list[list[s
         return [], []
     table = with_tests(repeats, published=are_published(repeats))
     every = {"repeats": len(table), **table[TESTS].sum()}
-    by_stratum = [["all", *_counts(every), ""]]
+    by_stratum = [["all", *_shares(every), ""]]
     by_stratum += [
-        [line["stratum"], *_counts(line), f"{line['p']:.2f}"] for line in records(strata(table))
+        [line["stratum"], *_shares(line), f"{line['p']:.2f}"] for line in records(strata(table))
     ]
     pairs = coverage(table).sort_values("repeats", ascending=False, kind="stable")
     return by_stratum, [[line["run_a"], line["run_b"], *_counts(line)] for line in records(pairs)]
@@ -78,3 +79,10 @@ def coverage_tables(repeats: pd.DataFrame) -> tuple[list[list[str]], list[list[s
 
 def _counts(line: Mapping[Any, Any]) -> list[str]:
     return [str(line["repeats"]), *(f"{line[name]} of {line['repeats']}" for name in TESTS)]
+
+
+def _shares(line: Mapping[Any, Any]) -> list[str]:
+    """Return the counts, each of them with its share."""
+    cases, *counts = _counts(line)
+    shares = [f"{100 * line[name] / line['repeats']:.0f} %" for name in TESTS]
+    return [cases, *(f"{count}, {share}" for count, share in zip(counts, shares, strict=True))]

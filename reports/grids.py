@@ -48,6 +48,7 @@ STYLES = {Outcome.FASTER: "good", Outcome.SLOWER: "bad"}
 SOME = "for some problems"
 NOTHING = "No sparse contender has a time."
 ACROSS = 5  # columns that fit a narrow screen; cells of more columns wrap there
+COLUMNS_WIDTH = 84  # % of a grid without names of kernels, for columns of one width
 SHOWN = 4  # problems in the tooltip of a cell
 BLOCKS = "blocks of "
 
@@ -200,9 +201,12 @@ def html(
     names  whether a cell names its kernel
     data   attributes of the table, for scripts
     """
-    classes = "map many" if len(grid.columns) > ACROSS else "map"
+    many = len(grid.columns) > ACROSS
+    classes = "map many" if many else "map"
+    width = "" if names or many else f"width: {COLUMNS_WIDTH / len(grid.columns):.1f}%"
     head = Markup("").join(
-        Markup('<th scope="col">{}</th>').format(column_text(grid.x, at)) for at in grid.columns
+        Markup('<th scope="col" style="{}">{}</th>').format(width, column_text(grid.x, at))
+        for at in grid.columns
     )
     body = Markup("\n").join(
         Markup('<tr><th scope="row">{}</th>{}</tr>').format(

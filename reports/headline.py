@@ -167,16 +167,23 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     ]
 
 
+def confirming(run: PublishedRun, runs: Mapping[str, PublishedRun]) -> dict[str, PublishedRun]:
+    """Return the runs that confirm a run, by name."""
+    screened = bundle.identity(run.run.path)
+    confirmed = {
+        name: other.run.state.get("confirms", {}).get("manifest_sha256")
+        for name, other in runs.items()
+    }
+    return {name: runs[name] for name, identity in confirmed.items() if identity == screened}
+
+
 def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> str:
     """Return a case's speedup in the run that confirms its own, or "" if there is none.
 
     The text ends with the conditions. It says `unreliable` if the A/A pairs of the confirming run
     differ too often, and `inherited configurations` if that run did not search.
     """
-    screened = bundle.identity(run.run.path)
-    for other in runs.values():
-        if other.run.state.get("confirms", {}).get("manifest_sha256") != screened:
-            continue
+    for other in confirming(run, runs).values():
         same = other.timed[(other.timed[KEYS] == [case[key] for key in KEYS]).all(axis=1)]
         if same.empty:
             continue

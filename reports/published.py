@@ -20,10 +20,11 @@ import gzip
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -33,15 +34,17 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, cells, costs
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
+from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.grids import about_view, sentences
-from sparsebench.reports.headline import PublishedRun, headline, read
+from sparsebench.reports.headline import QUESTIONS, PublishedRun, confirming, headline, read
+from sparsebench.reports.headline_changes import headline_changes
 from sparsebench.reports.picture import picture
 from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
 from sparsebench.results.advice.crossings import FILE as ATTENTION
-from sparsebench.results.advice.crossings import collect_attention
-from sparsebench.results.advice.measured_layers import collect_evidence
+from sparsebench.results.advice.crossings import AttentionEvidence, collect_attention
+from sparsebench.results.advice.measured_layers import Evidence, collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.files import unzip
@@ -91,9 +94,24 @@ of the speedups that all runs on that kind of GPU measured, replaced ones includ
 
 {figure}
 
+## What changed
+
+Each headline beside the one that it replaced. Both are read by the same statistics. A cause is a
+recorded difference: the measure, the weights or the kernel of the baseline, our kernel, and, if the
+change of the same case is settled, what `sparsebench compare` names for it.
+
+{changes}
+
 ## How often does a second card agree?
 
 {agreement}
+
+## GPU time
+
+Minutes from start to end of the runs whose numbers a page shows. A run holds the GPU for all of
+them, also while the host compiles kernels and checks outputs. It counts in each page that shows it.
+
+{gpu_time}
 
 ## Runs
 
@@ -163,10 +181,13 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     """
     parts: dict[str, Callable[[Runs], str]] = {"headline": headline, "agreement": agreement}
     parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
-    parts |= {"terminal": terminal}
+    parts |= {"terminal": terminal, "changes": headline_changes}
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = [(run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values()]
     evidence = collect_evidence(of_runs, root / HOME)
+    attention = collect_attention(of_runs, root / HOME)
+    every_cell = cells_of(runs)
+    texts["gpu_time"] = time_of_pages(runs, evidence, attention, every_cell)
     texts["costs"] = costs.markdown(evidence)
     brief = advice.in_brief(evidence, runs[PICTURED].device)
     texts["advice"] = f"**Should I prune?** {brief}"
@@ -174,18 +195,49 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
     linked[root / HOME / ADVICE] = evidence.text
-    linked[root / HOME / ATTENTION] = collect_attention(of_runs, root / HOME).text
-    linked[root / HOME / cells.FILE] = of_cells(runs)
+    linked[root / HOME / ATTENTION] = attention.text
+    linked[root / HOME / cells.FILE] = cells.text_of(every_cell)
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
     return {path: text for path, text in linked.items() if not path.exists() or _text(path) != text}
 
 
-def of_cells(runs: Runs) -> str:
-    """Return the JSON of the cells of all runs."""
+def cells_of(runs: Runs) -> list[dict[str, Any]]:
+    """Return the cells of all runs."""
     homes = (Path(run.home).relative_to(HOME).as_posix() for run in runs.values())
     parts = [run_lines(run, home) for run, home in zip(runs.values(), homes, strict=True)]
     every = pd.concat([part for part in parts if len(part)], ignore_index=True)
-    return cells.text_of(cells.cells(every))
+    return cells.cells(every)
+
+
+def time_of_pages(
+    runs: Runs,
+    evidence: Evidence,
+    attention: AttentionEvidence,
+    every_cell: Sequence[cells.CellRecord],
+) -> str:
+    """Return the GPU time behind each page as a Markdown table."""
+    names = {Path(run.home).relative_to(HOME).as_posix(): name for name, run in runs.items()}
+    headlines = [runs[question.run] for question in QUESTIONS]
+    pairs = repeated_cases(runs)
+    pages = {
+        "the figure and the first answer of README.md": [PICTURED],
+        "Headline, with the runs that confirm it": [
+            name for run in headlines for name in (run.name, *confirming(run, runs))
+        ],
+        "Should I prune? Prune or quantize?": [
+            *(names[layer.run] for layer in evidence.measured),
+            *(names[step.run] for step in evidence.steps),
+        ],
+        "From which length on?": [
+            names[point.run] for curve in attention.curves for point in curve.points
+        ],
+        "the first page of the site, and the search of cells": [
+            names[cell["run"]] for cell in every_cell
+        ],
+        "How often does a second card agree?": [*pairs.run_a, *pairs.run_b],
+        "All runs": [*runs],
+    }
+    return gpu_time(runs, pages)
 
 
 def _text(path: Path) -> str:

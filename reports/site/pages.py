@@ -14,7 +14,7 @@ feed.xml, sitemap.xml, badges/SLUG.svg, style.css, report.js
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -91,7 +91,10 @@ def pages(
     yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
     over_commits = commits.series([*cards, *earlier])
     changes = commits.chart(over_commits) if over_commits else ()
-    yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards), changes=changes)
+    yield (
+        "runs.html",
+        render("site_runs.html", **shared, groups=_groups(cards, slugs), changes=changes),
+    )
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
@@ -104,7 +107,7 @@ def pages(
         if card.address != f"runs/{card.slug}":
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
     yield "glossary.html", render("site_glossary.html", site=site)
-    yield "agreement.html", _agreement(cards, site)
+    yield "agreement.html", _agreement([card for card in cards if card.slug in slugs], site)
     yield "welcome.html", _welcome(cards, site)
     every_cell = cells(shown)
     yield "find.html", render("site_find.html", **shared, finds=True, count=len(every_cell))
@@ -236,15 +239,24 @@ def _confirmation(grid: grids.SiteGrid, card: Card, cards: Sequence[Card]) -> di
     return max(with_gain, key=lambda other: "another" in other["how"], default=None)
 
 
-def _groups(cards: Sequence[Card]) -> list[dict[str, Any]]:
-    """Return the runs by GPU, measured ones first; those of one question lie together."""
+def _groups(cards: Sequence[Card], current: Collection[str]) -> list[dict[str, Any]]:
+    """Return the runs by GPU, measured ones first and replaced ones last.
+
+    Those of one question lie together. `current` are the slugs of runs that no other one replaced.
+    """
     groups = []
     for gpu in dict.fromkeys(card.gpu for card in cards):
         cards_of_gpu = [card for card in cards if card.gpu == gpu]
         cards_of_gpu.sort(
-            key=lambda card: (bool(card.role), not card.verdict, card.suite, card.name)
+            key=lambda card: (
+                card.slug not in current,
+                bool(card.role),
+                not card.verdict,
+                card.suite,
+                card.name,
+            )
         )
-        groups.append({"name": gpu, "cards": cards_of_gpu})
+        groups.append({"name": gpu, "cards": cards_of_gpu, "current": current})
     return sorted(groups, key=lambda group: -len(group["cards"]))
 
 

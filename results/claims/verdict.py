@@ -98,7 +98,7 @@ class Verdict:
     def rest(self) -> str:
         """Return the sentence without its first word: the device, the basis and the reason."""
         where = f"on {self.device} " if self.device else ""
-        tendency = f"; tends to {self.tendency}" if self.tendency else ""
+        tendency = f"; tendency: {self.tendency}" if self.tendency else ""
         return f"{where}({self.basis}{tendency}). {self.why}"
 
     @property

@@ -163,7 +163,7 @@ def _names(cases: pd.DataFrame) -> pd.Series:
     A contender without a kernel runs the kernel that a layer would choose, and has its name.
     """
     names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
-    chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
+    chosen = cases.chosen.astype(str).str.partition("dense, ")[2].str.replace("dense, ", "")
     names = names.where(~chose_dense(cases), chosen)
     users = cases[cases.kernel == DEFAULT]
     named = [

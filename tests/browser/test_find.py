@@ -1,4 +1,4 @@
-"""The search over cells in Chromium result what `sparsebench find` does."""
+"""The search over cells in Chromium finds what `sparsebench find` does."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     every = cells.packaged_cells()
     texts = {"style.css": stylesheet(), "cells.js": cells.script(every)}
     texts |= {name: content(name) for name in ("report.js", "find.js")}
-    texts["find.html"] = render("site_find.html", site=Site(), count=len(every), result=True)
+    texts["find.html"] = render("site_find.html", site=Site(), count=len(every), finds=True)
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")
     return folder / "find.html"

@@ -4,6 +4,7 @@ They are the headline, the captions, the terminal, the list of runs, the table o
 digests. Each function yields the figures that the rows do not give.
 """
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -51,6 +52,9 @@ CAPTION = r"\*\*Faster than .*?\*\*|```\n[^`]*×[^`]*```|over dense[^()]*\([^()]
 def published(page: str) -> Iterator[str]:
     """Yield each figure of results/published/README.md that the bundles do not give."""
     yield from headline(table(page, "question"))
+    if "| question | before" in page:
+        yield from changed(table(page, "question | before"), table(page, "question"))
+    yield from held(table(page, "page | runs"))
     file = json.loads((ROOT / "results/between_cards.json").read_text())
     shown = {"": file["pooled"], **file["strata"]}
     for name, (sd, freedom) in variation().items():
@@ -99,6 +103,41 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
             yield f"{question} {peer}"
         if over.partition("(")[2].split(",")[0].split()[0] not in {*contest[dense(contest)].kernel}:
             yield f"{question} {over}"
+
+
+def changed(lines: list[list[str]], headlines: list[list[str]]) -> Iterator[str]:
+    """Yield each earlier headline that its run lacks, and each that differs from the one now."""
+    current = {line[0]: line for line in headlines}
+    for question, before, now, *_ in lines:
+        (run,) = re.findall(r"\((.*?)\)", current[question][9])
+        gpu, _, name = run.partition("/")
+        replaced = [r for r in earlier() if r.startswith(f"{gpu}/") and r.endswith(f"/{name}")]
+        scope = "chain" if "(inside a chain" in before else "kernel"
+        contest = same_problem(usual(cases(replaced[-1]), scope), current[question][1])
+        if before != "another problem" and not over_dense(before, contest, named(before)):
+            yield f"{question} {before}"
+        if not current[question][3].startswith(now.partition(" `")[0]):
+            yield f"{question} {now}"
+
+
+def held(lines: list[list[str]]) -> Iterator[str]:
+    """Yield each line of the table of GPU time that the runs' own seconds do not give."""
+    states = {run: json.loads((HOME / run / "run.json").read_text()) for run in runs()}
+    minutes = {run: states[run]["seconds"] / 60 for run in runs() if not run.startswith("cpu/")}
+    measured = json.loads((HOME / "advice.json").read_text())
+    curves = json.loads((HOME / "attention.json").read_text())["curves"]
+    cells = json.loads(gzip.decompress((HOME / "cells.json.gz").read_bytes()))["cells"]
+    pages = [
+        {each["run"] for name in ("measured", "steps") for each in measured[name]},
+        {point["run"] for curve in curves for point in curve["points"]},
+        {cell["run"] for cell in cells},
+        {run for pair in repeats().pair for run in pair},
+        {*runs()},
+    ]
+    for line, names in zip(lines[2:], pages, strict=True):
+        times = [minutes[name] for name in names if name in minutes]
+        if line[1] != str(len(times)) or not agrees(line[2], sum(times)):
+            yield f"{line}: found {len(times)}, {sum(times)}"
 
 
 def named(cell: str) -> str:
@@ -222,7 +261,8 @@ def strata(lines: list[list[str]]) -> Iterator[str]:
     ]
     p = ["", *(f"{value:.2f}" for value in unlikely(counts[1:]))]
     expected = [
-        [name, *agreed(which), of] for (name, which), of in zip(chosen.items(), p, strict=True)
+        [name, *shares(agreed(which)), of]
+        for (name, which), of in zip(chosen.items(), p, strict=True)
     ]
     both = zip_longest(lines, expected)
     yield from (f"{line}: found {values}" for line, values in both if line != values)
@@ -241,6 +281,12 @@ def agreed(which: pd.Series) -> list[str]:
     """Return the number of chosen repeats, and how many of them pass each check."""
     counts = agreements()[which.to_numpy()].sum()
     return [str(which.sum()), *(f"{count} of {which.sum()}" for count in counts)]
+
+
+def shares(counts: list[str]) -> list[str]:
+    """Add its share to each count of cases: `456 of 503, 91 %`."""
+    every, *passed = counts
+    return [every, *(f"{n}, {100 * int(n.split()[0]) / int(every):.0f} %" for n in passed)]
 
 
 def named_in_list(run: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.reports import published
+from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.headline import (
     QUESTIONS,
     PublishedRun,
@@ -16,6 +18,8 @@ from sparsebench.reports.headline import (
     headline,
     read,
 )
+from sparsebench.reports.headline_changes import headline_changes
+from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import DEFAULT, OURS, ours
 from sparsebench.results.tables.noise import Noise, Reliability
@@ -28,7 +32,8 @@ LARGE = QUESTIONS[0]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PublishedRun]:
     """Return four runs; to read all takes a minute, and tests/outsider reads them too."""
     root = tmp_path_factory.mktemp("checkout")
-    for path in (*PUBLISHED.glob("*/*"), *PUBLISHED.glob("*/earlier/*/sparsity-4096")):
+    replaced = [PUBLISHED.glob(f"*/earlier/*/{name}") for name in ("sparsity-4096", "decode")]
+    for path in chain(PUBLISHED.glob("*/*"), *replaced):
         if path.name in ("chain", "decode", "sparsity-4096", "sparsity-4096-confirmed"):
             link = root / path.relative_to(ROOT)
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +130,55 @@ def test_a_headline_that_cannot_be_written_says_why(runs: dict[str, PublishedRun
             headline(runs, [replace(LARGE, where=where)])
 
 
+def test_a_headline_stands_beside_the_one_that_it_replaced(runs: dict[str, PublishedRun]) -> None:
+    run = runs["sparsity-4096"]
+    question, before, now, change, _ = cells(headline_changes(runs, [LARGE]))
+    assert question == LARGE.text
+    assert now.startswith(cells(headline(runs, [LARGE]))[3].partition("×")[0])
+    gain = run.replaced[-1].timed.query(f"{LARGE.where} and kernel == 'bsr_wgmma'").gain.iloc[0]
+    assert float(before.partition("×")[0]) == pytest.approx(gain, abs=0.06)
+    assert float(change.partition("×")[0]) == pytest.approx(1, abs=0.1)
+    assert "|" not in headline_changes({"sparsity-4096": after(run)}, [LARGE])
+
+
+def after(run: PublishedRun, *earlier: PublishedRun) -> PublishedRun:
+    """Return a run as if it had replaced these."""
+    newer = replace(run)
+    newer.__dict__["replaced"] = [*earlier]
+    return newer
+
+
+def test_a_change_comes_from_what_the_rows_record(runs: dict[str, PublishedRun]) -> None:
+    where = "m == 1 and n == 14336 and block == '64' and level == 0.9"
+    decode = after(runs["decode"], runs["decode"].replaced[0])
+    cause = cells(headline_changes({"decode": decode}, [Question("?", "decode", where)]))[4]
+    assert "the measure: isolated > inside a chain" in cause
+    run = runs["sparsity-4096"]
+    earlier = run.replaced[0]
+    rows = [
+        replace(row, samples_us=tuple(1.3 * us for us in row.samples_us), code=f"{row.code}0")
+        if row.case.contender.kernel == "bsr_wgmma"
+        else row
+        for row in earlier.run.rows
+    ]
+    slower = analyse(replace(earlier.run, rows=rows))
+    newer = after(run, replace(earlier, run=slower.run, cases=slower.cases))
+    *_, change, cause = cells(headline_changes({"sparsity-4096": newer}, [LARGE]))
+    assert float(change.partition("×")[0]) == pytest.approx(1.3, abs=0.1)
+    assert f"{Cause.KERNEL}: " in cause
+
+
+def test_a_page_has_the_gpu_time_of_its_runs(runs: dict[str, PublishedRun]) -> None:
+    table = gpu_time(runs, {"a page": ["chain", "decode", "chain"]})
+    minutes = sum(runs[name].run.state["seconds"] for name in ("chain", "decode")) / 60
+    _, count, time = cells(table)
+    assert count == "2"
+    assert float(time) == pytest.approx(minutes, rel=0.01)
+    decode = runs["decode"]
+    on_a_cpu = replace(decode, run=replace(decode.run, environment={"cpu": {"name": "a CPU"}}))
+    assert cells(gpu_time({"decode": on_a_cpu}, {"a page": ["decode"]}))[1:] == ["0", "0"]
+
+
 def test_our_kernels_are_those_of_our_folders() -> None:
     def names(folder: str) -> set[str]:
         files = (KERNELS / folder).glob("*.py")
@@ -149,8 +203,8 @@ def filled(
 ) -> Callable[[str], str]:
     """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
-    for name in ("headline", "agreement"):
-        monkeypatch.setattr(published, name, lambda runs: "")
+    for name in ("headline", "headline_changes", "agreement", "time_of_pages"):
+        monkeypatch.setattr(published, name, lambda *arguments: "")
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     monkeypatch.setattr(published.repeats, "text_of", lambda rows: "")
     evidence = SimpleNamespace(text="")
