@@ -57,7 +57,7 @@ MOST_REQUESTS, CHUNK = 128, 512  # at once; tokens of a step
 PROMPT_TOKENS = 10_000  # of the vocabulary, from which prompts are drawn
 GRAPH_TOKENS = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": GRAPH_TOKENS}
-PATIENCE_S = 20  # for a server to end
+PATIENCE_S = 20  # for all servers to end
 MARK = "served "  # a line of a server that is not vLLM's
 Load = tuple[int, int]
 
@@ -213,9 +213,10 @@ def close(servers: Sequence[ServerProcess]) -> None:
     for each in servers:
         with suppress(BrokenPipeError):
             cast(TextIO, each.process.stdin).close()
+    end = perf_counter() + PATIENCE_S
     for each in servers:
         with suppress(TimeoutExpired):
-            each.process.wait(timeout=PATIENCE_S)
+            each.process.wait(timeout=max(end - perf_counter(), 0))
         with suppress(ProcessLookupError):
             os.killpg(each.process.pid, signal.SIGKILL)
         cast(TextIO, each.process.stdout).close()

@@ -25,7 +25,7 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
-from sparsebench.results.run.provenance import device_id, device_name, flat, folder_name
+from sparsebench.results.run.provenance import device_id, device_name, flat, folder_name, on_gpu
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis, analyse
@@ -74,6 +74,8 @@ class Contribution:
     @property
     def welcome(self) -> str:
         """Say what the rows are for: a new kind of GPU, or another card of a known one."""
+        if not on_gpu(self.runs[0].analysis.run.environment):
+            return "Runs on a CPU join no estimate of the variation between cards."
         if not self.cards:
             return f"No published run is on this kind of GPU: {self.gpu} would be a new one."
         others = amount(len(self.cards), "other card")

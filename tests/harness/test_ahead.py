@@ -47,7 +47,15 @@ class PlannedLayer(torch.nn.Module):
 
 
 @pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> PlannedLayer:
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How often front.cpp was compiled, which takes 25 s."""
+    made: list[str] = []
+    monkeypatch.setattr(planning, "front_type", lambda: made.append("front.cpp"))
+    return made
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch, compilations: list[str]) -> PlannedLayer:
     """The only kind of layer of every model, on a GPU."""
     only = PlannedLayer()
     monkeypatch.setattr(planning, "kinds_of", lambda model: [only])
@@ -124,7 +132,7 @@ def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
     assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
 
 
-def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch) -> None:
+def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch, compilations) -> None:
     layers = [PlannedLayer(), PlannedLayer()]
     model = torch.nn.ModuleList(layers)
     monkeypatch.setattr(planning, "describe", lambda model: {"0": {}, "1": {}})
@@ -136,6 +144,7 @@ def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch) -> None:
     layers[1].planned.clear()
     planning.plan_ahead(model)
     assert not layers[1].planned
+    assert compilations == ["front.cpp", "front.cpp"]
 
 
 def test_layers_that_no_kernel_runs_are_said_when_they_are_loaded(layer, checkpoint, monkeypatch):

@@ -30,8 +30,7 @@ PAGE = (ROOT / "kernels/nn/MIGRATION.md").read_text(encoding="utf-8")
 PART = PAGE.partition("## Serve it: transformers")[2].partition("\n## ")[0]
 SERVER, REQUEST = re.findall(r"^(?:python|curl) .*$", PART, re.MULTILINE)
 FOLDER = "llama-spense"
-# The cache of keys and values is as large as the machine's memory otherwise.
-SMALL = ["--device", "cpu", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64"]
+(SMALL,) = re.findall(r"`(--device cpu [^`]*)`", PART)  # the cache takes all memory otherwise
 PATIENCE = 600  # seconds until the server answers
 RUNNING = r"running on http://(\S+)"
 LEAD = 0.1  # of the standard deviation of logits, 15 times the rounding of the largest in bf16
@@ -41,7 +40,7 @@ LEAD = 0.1  # of the standard deviation of logits, 15 times the rounding of the 
 def server(folder: Path) -> Iterator[str]:
     """Run the page's server in a folder until the block ends; yield its address."""
     _, *words = shlex.split(SERVER)
-    command = [sys.executable, "-P", *words, *SMALL, "--port", "0"]
+    command = [sys.executable, "-P", *words, *shlex.split(SMALL), "--port", "0"]
     log, offline = folder / "log", {**os.environ, "HF_HUB_OFFLINE": "1"}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, cwd=folder, env=offline, stdout=file, stderr=file)

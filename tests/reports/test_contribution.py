@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,10 @@ def test_another_card_of_a_known_kind_is_welcome(tmp_path: Path) -> None:
     assert CARD not in made.cards
     assert len(made.cards) > 5
     assert "the variation between cards" in made.welcome
+    first = made.runs[0]
+    on_a_cpu = replace(first.analysis.run, environment={"cpu": {"name": "a CPU"}})
+    of_cpu = replace(first, analysis=replace(first.analysis, run=on_a_cpu))
+    assert replace(made, runs=[of_cpu]).welcome.startswith("Runs on a CPU")
 
 
 def edited(run: Path) -> None:

@@ -39,6 +39,7 @@ from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning.checkpoint import Description, describe, register
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels._common import choices
+from sparsebench.kernels._common.front_extension import front_type
 from sparsebench.kernels._common.operator import ahead, bucket
 
 POWERS = (1, *(2**power for power in range(3, 12)))  # to 2048 tokens
@@ -55,6 +56,8 @@ def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
     counts = sorted({bucket(m) for m in (POWERS if tokens is None else tokens)})
     layers = kinds_of(model)
     with ThreadPoolExecutor(BUILDERS) as pool:
+        if layers:
+            pool.submit(front_type)  # c++ takes 25 s, once on a machine: a first call would wait
         for layer in layers:  # compiles
             reasons = [*pool.map(partial(_plan, layer), [[m] for m in counts])]
             if all(reasons):
