@@ -14,19 +14,17 @@ take as long as dense products:
     few tokens    rows x groups                =  DENSE_READS n: two reads of the weights, launches
 
 A group has up to 8 tokens, and fewer if SMs would be idle, although units that tokens of two groups
-share are then read twice. A cluster of two CTAs may share the units of a group (`shape_of`).
+share are then read twice (`height_of`).
 
-With `alone` there is no dense fallback, which saves its two launches: no group is left. Each CTA of
-a cluster lists and takes a share of the units, and every group reads its rows, however many. If all
-units are active, the layer takes 12 to 20 times as long as a dense one.
+With `alone` there is no dense fallback, which saves its two launches: no group is left, and every
+group reads its rows, however many. If all units are active, the layer takes 12 to 20 times as long
+as a dense one.
 
 An inactive unit counts as zero even if X is not finite; dense products make it NaN.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import product
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,10 +39,9 @@ from sparsebench.kernels.twell._call import TwellCall, twell_engine, unsupported
 from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE, writer
 
-MOST_SPLIT = 2  # more CTAs do not always run at once, because a cluster lies in one GPC (NOTES.md)
 MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
 MOST_ALONE = 512  # tokens; with more, a fallback takes 2 % longer at most
-START, SUMS = 1.0, 0.25  # times of a group's start and of a cluster's sums; a token's rows take 1
+START = 1.0  # time of a group's start; a token's rows take 1
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 LISTS = 3  # per CTA, as in ffn_sparse.cu
@@ -62,20 +59,13 @@ class Config:
     cluster: int = 0
 
 
-def shape_of(m: int, at_once: Callable[[int], int]) -> tuple[int, int]:
-    """Return the tokens of a group and the CTAs that share it with which a walk is the shortest.
+def height_of(m: int, at_once: int) -> int:
+    """Return the tokens of a group with which a walk is the shortest, if so many run at once."""
 
-    at_once  maps the CTAs of a group to the number of groups that run at the same time
-    """
+    def time(height: int) -> float:  # a token's rows take 1
+        return -(-m // (height * at_once)) * (height + START)
 
-    def time(shape: tuple[int, int]) -> float:  # a token's rows take 1
-        split, height = shape
-        rounds = -(-m // (height * at_once(split)))
-        return rounds * (height / split + START) + (SUMS if split > 1 else 0)
-
-    shapes = product(range(1, MOST_SPLIT + 1), range(GROUP, 0, -1))
-    split, height = min((s for s in shapes if s[0] == 1 or m <= s[1] * at_once(s[0])), key=time)
-    return height, split
+    return min(range(GROUP, 0, -1), key=time)
 
 
 def limit_of(m: int, n: int, height: int) -> int:
@@ -106,14 +96,7 @@ def room_of(alone: bool) -> int:
     return ALONE_BYTES if alone else SHARED_BYTES
 
 
-def groups_at_once(split: int, k: int, device: torch.device, alone: bool = False) -> int:
-    """Return how many groups of `split` CTAs run at the same time."""
-    if split == 1:
-        return multiprocessors(device)
-    return cuda.clusters_at_once(split, threads_of(k, alone)[1], room_of(alone), device)
-
-
-def constants_of(call: TwellCall, height: int, split: int, config: Config) -> cuda.Constants:
+def constants_of(call: TwellCall, height: int, config: Config) -> cuda.Constants:
     """Return the macros of ffn_sparse.cu."""
     flags = {
         "SQUARED": call.squared,
@@ -123,7 +106,7 @@ def constants_of(call: TwellCall, height: int, split: int, config: Config) -> cu
         "ALONE": config.alone,
     }
     sizes = {"TILE": TILE, "CAPACITY": CAPACITY} if config.cluster else {}
-    named = {"K": call.k, "HEIGHT": height, "SPLIT": split} | flags | sizes
+    named = {"K": call.k, "HEIGHT": height} | flags | sizes
     return tuple((name, int(value)) for name, value in named.items())
 
 
@@ -132,17 +115,16 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
     alone, (most, n, k) = config.alone, call[:3]
     if alone and most > MOST_ALONE:
         raise Unsupported(f"without a fallback: expected at most {MOST_ALONE} tokens, found {most}")
-    height, split = shape_of(most, partial(groups_at_once, k=k, device=device, alone=alone))
-    constants, room = constants_of(call, height, split, config), room_of(alone)
+    height = height_of(most, multiprocessors(device))
+    constants, room = constants_of(call, height, config), room_of(alone)
     kernel = cuda.load("ffn_sparse", "up_and_down", constants, room, device)
     kernel = kernel._replace(shared_bytes=shared_bytes(k, alone))
     gates = writer(device, call, config.cluster) if config.cluster else _by_torch
 
     @lru_cache(PLANS)
     def walk(m: int) -> cuda.Loaded:
-        ctas = -(-m // height) * split
-        persistent = split == 1 and not alone
-        grid = min(ctas, multiprocessors(device)) if persistent else ctas
+        groups = -(-m // height)
+        grid = groups if alone else min(groups, multiprocessors(device))
         return kernel.on(grid, threads_of(k, alone)[1], early=True)
 
     def run(

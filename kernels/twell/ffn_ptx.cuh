@@ -89,13 +89,7 @@ template <int BARRIER, int THREADS> __device__ __forceinline__ void named_barrie
   asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory");
 }
 
-// ---- a cluster: this CTA's rank; flags in shared memory, a byte each ----
-
-__device__ __forceinline__ int cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
+// ---- a cluster: flags in shared memory, a byte each ----
 
 __device__ __forceinline__ void store_flag(u32 to, u32 flag, int cta) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %2;\n"

@@ -3,7 +3,7 @@
 //   G[m, n] = X @ Wg.T comes from the launch before. A unit of a token is active unless G <= 0, so
 //   NaN is active. A list and its gates are the column vectors of formats/cvse.py, 8 tokens high.
 //
-//   a group: HEIGHT tokens, at most eight, and SPLIT CTAs (a cluster), each with equally many steps
+//   a group: HEIGHT tokens, at most eight, of one CTA
 //
 //     G of    . . x . . . . x . .         rows, a list:     unit | tokens with the unit active
 //     its     . . . . . . . x . .   -->                       2  |  x . .
@@ -37,15 +37,14 @@
 // as zeros. Separate warps copy because the 600 instructions of a step's copies delayed the MMA
 // warps, two per scheduler, when each MMA warp copied its columns.
 //
-// With ALONE there is no dense fallback. Each CTA of a cluster lists and multiplies a share of the
-// units, every SPLIT-th line of G. No group is left, however many units are active: units that do
-// not fit into a list go to the next list, which adds to the same sums of Y. A CTA has one group.
+// With ALONE there is no dense fallback. No group is left, however many units are active: units that
+// do not fit into a list go to the next list, which adds to the same sums of Y. A CTA has one group.
 // Rows of up to 2560 columns then have one half, with 320 columns per warp.
 //
 // U is summed over K in the order of the warps and kept in fp32. H is rounded once. Y is summed in
-// the order of the units, then of the CTAs, so every call returns the same bits. The kernel does
-// not read rows that no token of the group needs. It leaves groups with more rows than `limit` to a
-// dense product: it appends their numbers to the list `heavy` and does not write their tokens.
+// the order of the units, so every call returns the same bits. The kernel does not read rows that no
+// token of the group needs. It leaves groups with more rows than `limit` to a dense product: it
+// appends their numbers to the list `heavy` and does not write their tokens.
 //
 // With GATED = 0, there is no U: H = act(G) and Y = H @ Wd.T.
 //
@@ -53,9 +52,9 @@
 // write the gates of a list, a row's eight tokens side by side, to `gates`, so that MMA warps need
 // not search for entries. If a group is left to a dense product, they write it to G, as a matrix.
 //
-// Compiled with -DK (a multiple of 8, at most 4096), -DHEIGHT=1 to 8, -DSPLIT=1 to 8, -DSQUARED=0|1
-// (relu, relu2), -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64
-// and -DCAPACITY. ALONE requires TWELL=0.
+// Compiled with -DK (a multiple of 8, at most 4096), -DHEIGHT=1 to 8, -DSQUARED=0|1 (relu, relu2),
+// -DGATED=0|1, -DTWELL=0|1, -DFP16=0|1, -DALONE=0|1; with TWELL, -DTILE=256|128|64 and -DCAPACITY.
+// ALONE requires TWELL=0.
 
 #include "ffn_ptx.cuh"
 
@@ -86,10 +85,12 @@ constexpr int WORDS = CAPACITY + 1, TILES = CHUNK / TILE;  // per tile; per toke
 constexpr int CHUNKS = TILES > 1 || HALVES > 1 ? 1 : 3;  // loaded at a time
 #else
 // A list thread loads so many 16 bytes at a time: READ tokens of PIECES pieces of eight units. Each
-// load takes 2 to 3 us while rows are being copied.
-constexpr int LOADS = ALONE ? 8 : HALVES == 2 ? 4 : 16;
+// load takes 2 to 3 us while rows are being copied. NUMBERED adjacent pieces are numbered by one
+// scan. In groups of one or two tokens more of them save 2 to 4 us (NOTES.md).
+constexpr int LOADS = HALVES == 2 && (!ALONE || HEIGHT > 2) ? 4 : ALONE ? 8 : 16;
 constexpr int READ = HEIGHT < LOADS ? HEIGHT : LOADS;
-constexpr int PIECES = LOADS / READ;
+constexpr int PIECES = READ > 1 ? LOADS / READ : LOADS / 2;
+constexpr int NUMBERED = HEIGHT > 2 ? 1 : PIECES;
 #endif
 constexpr bool MOVES_REGISTERS = THREADS == 512 || HALVES == 2;  // otherwise all have enough
 
@@ -107,7 +108,7 @@ struct Shared {
   alignas(16) u16 gates[2][GROUP][ROWS + 8];
   int counts[2][THREADS / 32], next, after;  // counts of a scan; groups
   u64 listed[LISTS], used[LISTS], full[STAGES], empty[STAGES];
-  u64 x_full, x_empty, summed;
+  u64 x_full, x_empty;
 #if TWELL
   u32 marks[THREADS / 32][CHUNK / 4];  // of a chunk: a byte per unit, a bit per token
 #endif
@@ -129,11 +130,7 @@ struct Layer {
   }
   __device__ __forceinline__ u16* out_of(int group) const { return y + (u64)group * HEIGHT * K; }
 };
-struct GridPlace {
-  int cta, ctas;  // this CTA's number, and how many there are
-  // The rank in the cluster. ALONE reads it each time: with 320 columns per warp, registers spill.
-  __device__ __forceinline__ int rank() const { return ALONE ? cluster_rank() : cta % SPLIT; }
-};
+struct GridPlace { int cta, ctas; };  // this CTA's number, and how many there are
 
 // ---- lists ----
 
@@ -157,14 +154,16 @@ __device__ __forceinline__ int exclusive_scan(int own, const ThreadGroup& team, 
   return up_to - own + __reduce_add_sync(~0u, lane < warp ? count : 0);
 }
 
-// List the units whose bytes of `masks` are not zero at rows `to`, `to` + 1, ...
-__device__ __forceinline__ void list_units(List& list, const u32 (&masks)[2], int unit, int to) {
-  #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const u32 mask = masks[j / 4] >> 8 * (j % 4) & 0xff;
-    if (mask && to < MOST_ROWS && (!ALONE || to >= 0)) list.rows[to] = (u32)(unit + j) << 8 | mask;
-    to += mask != 0;
+// List the units whose bytes of `masks` are not zero at rows `to`, `to` + 1, ...; return the next
+// row. A loop over them is short code, which matters because its first run comes from memory.
+__device__ __forceinline__ int list_units(List& list, const u32 (&masks)[2], int unit, int to) {
+  for (u64 left = (u64)masks[1] << 32 | masks[0]; left; to++) {
+    const int j = (__ffsll(left) - 1) / 8;
+    if (to < MOST_ROWS && (!ALONE || to >= 0))
+      list.rows[to] = (u32)(unit + j) << 8 | (u32)(left >> 8 * j & 0xff);
+    left &= ~(0xffull << 8 * j);
   }
+  return to;
 }
 __device__ __forceinline__ int units_on(const u32 (&masks)[2]) {
   int units = 0;
@@ -182,12 +181,16 @@ __device__ __forceinline__ void end_list(List& list, int found, int group,
 }
 
 #if !TWELL
+// Return a thread's i-th piece: it takes NUMBERED adjacent ones at `at`, at + threads, ...
+__device__ __forceinline__ int piece_at(int at, int i, int threads) {
+  return (at + i / NUMBERED * threads) * NUMBERED + i % NUMBERED;
+}
 // The active units of PIECES pieces of eight units: a byte per unit, a bit per token.
 struct ActiveMask {
   u32 masks[PIECES][2];
 
-  __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int piece,
-                                       int stride) {
+  __device__ __forceinline__ void load(const Layer& layer, int group, int tokens, int at,
+                                       int threads) {
     const int pieces = layer.n / 8;  // beyond the last token, read the last again
     u32 pairs[PIECES][4] = {};  // of two units each, 16 bits apart
     const uint4* g = (const uint4*)(layer.g + (u64)group * HEIGHT * layer.n);
@@ -197,9 +200,10 @@ struct ActiveMask {
       #pragma unroll
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
-        for (int j = 0; j < READ; j++)
-          v[i][j] = load_once(g + min(first + j, tokens - 1) * pieces + piece + i * stride,
-                              piece + i * stride < pieces);
+        for (int j = 0; j < READ; j++) {
+          const int piece = piece_at(at, i, threads);
+          v[i][j] = load_once(g + min(first + j, tokens - 1) * pieces + piece, piece < pieces);
+        }
       #pragma unroll
       for (int i = 0; i < PIECES; i++)
         #pragma unroll
@@ -220,25 +224,25 @@ struct ActiveMask {
 };
 
 // List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
-// pad the last step. Return the number of active units. With ALONE these are the units of this
-// CTA's share, every SPLIT-th line (64 units) of G; the first `first` are left out of the list.
-__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
-                                         int first, const ThreadGroup& team, Shared& s) {
-  const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
-  const int share = ALONE ? (pieces + 8 * SPLIT - 1) / (8 * SPLIT) * 8 : pieces;
+// pad the last step. Return the number of active units. With ALONE the first `first` are left out.
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int first,
+                                         const ThreadGroup& team, Shared& s) {
+  const int tokens = layer.tokens(group), threads = team.threads, pieces = layer.n / 8;
   int found = 0, turn = 0;
-  for (int at = team.thread; at - team.thread < share; at += PIECES * team.threads) {
-    const int piece = ALONE ? (at / 8 * SPLIT + rank) * 8 + at % 8 : at;
-    const int stride = ALONE ? SPLIT * team.threads : team.threads;
+  for (int turns = 0; turns * threads * NUMBERED < pieces; turns += PIECES / NUMBERED) {
+    const int at = turns * threads + team.thread;
     ActiveMask active;
-    active.load(layer, group, tokens, piece, stride);
+    active.load(layer, group, tokens, at, threads);
     #pragma unroll
-    for (int i = 0; i < PIECES; i++, turn++) {
-      if (at - team.thread + i * team.threads >= share) break;
-      int all;
-      const int before = exclusive_scan(units_on(active.masks[i]), team, turn, s, all);
-      const int unit = 8 * (piece + i * stride);
-      list_units(list, active.masks[i], unit, found + before - (ALONE ? first : 0));
+    for (int i = 0; i < PIECES; i += NUMBERED, turn++) {
+      if ((turns + i / NUMBERED) * threads * NUMBERED >= pieces) break;
+      int units = 0, all;
+      #pragma unroll
+      for (int j = i; j < i + NUMBERED; j++) units += units_on(active.masks[j]);
+      int to = found + exclusive_scan(units, team, turn, s, all) - (ALONE ? first : 0);
+      #pragma unroll
+      for (int j = i; j < i + NUMBERED; j++)
+        to = list_units(list, active.masks[j], 8 * piece_at(at, j, threads), to);
       found += all;
     }
   }
@@ -298,7 +302,7 @@ struct Chunk {
 
 // List the units that are active for any token of a group, in ascending order, with their gates, at
 // most MOST_ROWS; pad the last step. Return the number of active units.
-__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
+__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int,
                                          const ThreadGroup& team, Shared& s) {
   const int warp = team.thread / 32, warps = team.threads / 32, lane = threadIdx.x % 32;
   const int chunks = (layer.n + CHUNK - 1) / CHUNK;
@@ -390,15 +394,14 @@ __device__ __forceinline__ void list_next(int number, const Layer& layer, GridPl
   for (;;) {
     const int group = s.next, after = s.after;
     if (group >= layer.groups()) break;
-    int third = layer.groups();  // none: with ALONE, and in a cluster, there is one group
-    if (!ALONE && SPLIT == 1 && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
+    int third = layer.groups();  // none: with ALONE there is one group
+    if (!ALONE && team.thread == 0) third = 2 * place.ctas + atomicAdd(layer.left + 2, 1);
     prefetch_x(layer, after, team);
-    const int found = list_rows(list, layer, group, place.rank(), first, team, s);
+    const int found = list_rows(list, layer, group, first, team, s);
     const bool more = ALONE && found > first + MOST_ROWS;
     if (!more && team.thread == 0) s.next = after, s.after = third;
     named_barrier_sync(team.barrier, team.threads);
     if (ALONE || found <= layer.limit) return;
-    if (place.rank()) continue;
 #if TWELL
     expand_group(layer, group, team);
 #endif
@@ -424,15 +427,6 @@ __device__ __forceinline__ void list_groups(const Layer& layer, GridPlace place,
 }
 
 // ---- stages ----
-
-// The steps of a list that this CTA multiplies.
-struct Steps {
-  int first, end;
-  __device__ __forceinline__ Steps(const List& list, GridPlace place) {
-    const int rank = ALONE ? 0 : place.rank(), ranks = ALONE ? 1 : SPLIT;
-    first = list.steps * rank / ranks, end = list.steps * (rank + 1) / ranks;
-  }
-};
 
 struct Pipeline : Ring<STAGES> {
   u32 stages;  // in shared memory
@@ -503,20 +497,18 @@ __device__ __forceinline__ void load_next_x(const Layer& layer, int number, int 
 
 // The loop of the load warps. For each list: up(0), up(1), down(0), ..., up(last), down(last - 1),
 // down(last). X of the next list comes before the last step of a list, to arrive in time.
-__device__ __forceinline__ void load_groups(const Layer& layer, GridPlace place, int loader,
-                                            Shared& s) {
+__device__ __forceinline__ void load_groups(const Layer& layer, int loader, Shared& s) {
   Pipeline pipeline(s, 1);  // stages are free before the first round
   load_next_x(layer, 0, loader, s);
   for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const List& list = s.lists[i % LISTS];
-    const Steps steps(list, place);
-    for (int step = steps.first; step <= steps.end; step++) {
+    const int steps = list.steps;
+    for (int step = 0; step <= steps; step++) {
       const u32* rows = list.rows + ROWS * step;
-      if (step == steps.end - 1) load_next_x(layer, i + 1, loader, s);
-      if (GATED && step < steps.end) load_step(pipeline, layer.wu, rows, loader);
-      if (step > steps.first) load_step(pipeline, layer.wd, rows - ROWS, loader);
+      if (step == steps - 1) load_next_x(layer, i + 1, loader, s);
+      if (GATED && step < steps) load_step(pipeline, layer.wu, rows, loader);
+      if (step) load_step(pipeline, layer.wd, rows - ROWS, loader);
     }
-    if (steps.first == steps.end) load_next_x(layer, i + 1, loader, s);  // a list without steps
     __syncwarp();
     if (loader % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
   }
@@ -665,36 +657,32 @@ struct MmaWarp {
       release_rows();
     }
   }
-  // Load the gates of the first step of a list, if it has one.
-  __device__ __forceinline__ void load_first_gate(const Layer& layer, int number, GridPlace place,
-                                                  Shared& s) {
+  // Load the gates of the first step of a list.
+  __device__ __forceinline__ void load_first_gate(const Layer& layer, int number, Shared& s) {
     const List& list = s.lists[number % LISTS];
     mbarrier_wait(smem_address(&s.listed[number % LISTS]), number / LISTS % 2, "a list");
-    if (list.group == END) return;
-    const Steps steps(list, place);
-    if (steps.first < steps.end) load_gate(layer, list, steps.first);
+    if (list.group != END) load_gate(layer, list, 0);
   }
-  // Sum over this CTA's steps of a group. The gates of the first step are already loaded.
-  __device__ __forceinline__ void mainloop(const Layer& layer, int number, GridPlace place,
-                                           Shared& s) {
+  // Sum over the steps of a list. The gates of the first step are already loaded.
+  __device__ __forceinline__ void mainloop(const Layer& layer, int number, Shared& s) {
     constexpr int OF_HALF = COLUMNS / 4;
     #pragma unroll
     for (int i = 0; i < HALVES * OF_HALF; i++)
       if (!ALONE || number == 0) y[i / OF_HALF][i % OF_HALF / 4][i % 4] = 0;
     if (GATED) load_x_fragments(x, number, s);
     const List& list = s.lists[number % LISTS];
-    const Steps steps(list, place);
-    for (int step = steps.first; step < steps.end; step++, turn++) {
+    const int steps = list.steps;
+    for (int step = 0; step < steps; step++, turn++) {
       store_gate(s);
-      if (step + 1 < steps.end) load_gate(layer, list, step + 1);
-      else if (SPLIT == 1 || ALONE) load_first_gate(layer, number + 1, place, s);
+      if (step + 1 < steps) load_gate(layer, list, step + 1);
+      else load_first_gate(layer, number + 1, s);
       if (GATED) mma_up(s);
-      if (GATED && step > steps.first) mma_down();
+      if (GATED && step) mma_down();
       named_barrier_sync(2, MMA_THREADS);  // U is stored, and the other buffer has been read
       make_h(s);
       if (!GATED) mma_down();
     }
-    if (GATED && steps.end > steps.first) mma_down();
+    if (GATED) mma_down();
   }
   __device__ __forceinline__ void store_y(u16* out, int tokens) const {
     const int token = threadIdx.x % 32 / 4;
@@ -707,78 +695,20 @@ struct MmaWarp {
   }
 };
 
-// ---- sums of a cluster ----
-// Each CTA adds up some of the pieces of 32 columns of all warps. All CTAs push their sums of these
-// pieces into its shared memory, over X and the stages. No CTA reads another CTA's shared memory.
-
-constexpr int PIECES_OF_WARP = PIECES_OF_HALF * HALVES;
-__device__ constexpr int first_piece(int rank) { return PIECES_OF_WARP * rank / SPLIT; }
-constexpr int MOST_PIECES = (PIECES_OF_WARP + SPLIT - 1) / SPLIT, PIECE_BYTES = 2 * 32 * 16;
-
-static_assert(SPLIT * MMA_WARPS * MOST_PIECES * PIECE_BYTES <=
-              GROUP * X_PITCH + STAGES * STAGE_BYTES, "too little room for sums");
-
-__device__ __forceinline__ u32 sums_offset(int from, int piece) {
-  return ((from * MMA_WARPS + threadIdx.x / 32 % MMA_WARPS) * MOST_PIECES + piece) * PIECE_BYTES +
-         threadIdx.x % 32 * 16;
-}
-__device__ __forceinline__ void expect_sums(int rank, Shared& s) {
-  const int pieces = first_piece(rank + 1) - first_piece(rank);
-  mbarrier_arrive_expect_tx(smem_address(&s.summed), SPLIT * MMA_WARPS * pieces * PIECE_BYTES);
-}
-// Call it after all CTAs have read their last stage.
-__device__ __forceinline__ void push_sums(const Sums& y, int rank, Shared& s) {
-  const u32 own = smem_address(shared) + sums_offset(rank, 0), summed = smem_address(&s.summed);
-  #pragma unroll
-  for (int owner = 0; owner < SPLIT; owner++) {
-    const u32 to = map_shared_rank(own, owner), barrier = map_shared_rank(summed, owner);
-    #pragma unroll
-    for (int i = 2 * first_piece(owner); i < 2 * first_piece(owner + 1); i++) {
-      const float (&d)[4] = y[i / (COLUMNS / 16)][i % (COLUMNS / 16)];
-      st_async(to + (i - 2 * first_piece(owner)) * 512, float4{d[0], d[1], d[2], d[3]}, barrier);
-    }
-  }
-}
-// Add up the sums of all CTAs, and write this CTA's part of Y; a dry run writes nothing.
-__device__ __forceinline__ void reduce_cluster(u16* y, int tokens, int rank, bool dry) {
-  #pragma unroll 1
-  for (int i = first_piece(rank); i < first_piece(rank + 1); i++) {
-    float d[2][4] = {};
-    #pragma unroll
-    for (int from = 0; from < SPLIT; from++)
-      #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float4 v = *(const float4*)(shared + sums_offset(from, i - first_piece(rank)) +
-                                          512 * half);
-        d[half][0] += v.x, d[half][1] += v.y, d[half][2] += v.z, d[half][3] += v.w;
-      }
-    const uint4 v = eight_columns(d);
-    const int token = threadIdx.x % 32 / 4, piece = piece_of(i);
-    if (!dry && token < tokens && piece < K / 8)
-      ((uint4*)(y + (u64)token * K))[piece] = v;
-  }
-}
-
-__device__ __forceinline__ void mma_groups(const Layer& layer, GridPlace place, Shared& s) {
+__device__ __forceinline__ void mma_groups(const Layer& layer, Shared& s) {
   MmaWarp warp{Pipeline(s, 0)};
-  warp.load_first_gate(layer, 0, place, s);
+  warp.load_first_gate(layer, 0, s);
   for (int i = 0; s.lists[i % LISTS].group != END; i++) {
     const int group = s.lists[i % LISTS].group, tokens = layer.tokens(group);
     const bool more = ALONE && s.lists[i % LISTS].more;
-    warp.mainloop(layer, i, place, s);
+    warp.mainloop(layer, i, s);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(smem_address(&s.used[i % LISTS]));
-    if (more) continue;
-    if (SPLIT > 1) {
-      __syncwarp();
-      cluster_sync_relaxed();
-      return push_sums(warp.y, place.rank(), s);
-    }
-    warp.store_y(layer.out_of(group), tokens);
+    if (!more) warp.store_y(layer.out_of(group), tokens);
   }
 }
 
-extern "C" __global__ void __cluster_dims__(SPLIT) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* left, int* heavy,
             int m, int n, int limit, const void* words, u16* gates) {
   __shared__ Shared s;
@@ -793,38 +723,25 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
     Pipeline(s, 0).init_barriers(LOAD_THREADS, MMA_WARPS);
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
-    mbarrier_init(smem_address(&s.summed), 1);
-    if (SPLIT > 1) expect_sums(place.rank(), s);
   }
   const ThreadGroup all{(int)threadIdx.x, THREADS, 0};
   if (threadIdx.x == 0) {
-    s.next = place.cta / SPLIT;
-    s.after = !ALONE && SPLIT == 1 ? place.ctas + place.cta : layer.groups();
+    s.next = place.cta;
+    s.after = ALONE ? layer.groups() : place.ctas + place.cta;
   }
   launch_dependent_grids();
   wait_on_dependent_grids();
-  prefetch_x(layer, place.cta / SPLIT, all);
+  prefetch_x(layer, place.cta, all);
   __syncthreads();
   list_next(0, layer, place, all, s);
-  const int group = s.lists[0].group;
-  if (group == END) return;  // all CTAs of a cluster return here together
+  if (s.lists[0].group == END) return;
   const int other = threadIdx.x - MMA_THREADS;
   if (other < 0) {
     if (MOVES_REGISTERS) setmaxnreg_inc<MMA_REGISTERS>();
-    mma_groups(layer, place, s);
+    mma_groups(layer, s);
   } else {
     if (MOVES_REGISTERS) setmaxnreg_dec<OTHER_REGISTERS>();
     if (other < LIST_THREADS) list_groups(layer, place, {other, LIST_THREADS, 1}, s);
-    else load_groups(layer, place, other - LIST_THREADS, s);
+    else load_groups(layer, other - LIST_THREADS, s);
   }
-  if (SPLIT == 1) return;
-  const int own = ALONE ? place.cta / SPLIT : group;  // recomputed to save a register
-  // The first run of instructions reads them from memory, 1 us for every few dozen. So list warps,
-  // which end early, run this code once without effect.
-  const bool dry = other >= 0;
-  if (!dry) mbarrier_wait(smem_address(&s.summed), 0, "sums of the cluster");
-  if (other < LIST_THREADS)
-    reduce_cluster(layer.out_of(own), layer.tokens(own), place.rank(), dry);
-  __syncwarp();
-  if (dry) cluster_sync_relaxed();
 }

@@ -8,6 +8,7 @@ using std::max;
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static int __popcll(u64 v) { return __builtin_popcountll(v); }
 static int __ffs(u32 v) { return __builtin_ffs(v); }
+static int __ffsll(u64 v) { return __builtin_ffsll(v); }
 static u32 __ballot_sync(u32, bool own) {
   warp()[lane()][0] = own;
   warp_in_step();
@@ -56,7 +57,6 @@ template <int REGISTERS> void setmaxnreg_dec() {}
 
 // ---- flags and words ----
 
-static int cluster_rank() { return cta_number() % cluster_size; }
 
 static void store_flag(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
 template <int FLAGS> u32 load_flags(u32 at) {

@@ -28,14 +28,9 @@ def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
 
 
 def test_groups_use_all_multiprocessors() -> None:
-    at_once = {1: 132, 2: 66}.__getitem__  # an H200
-    shapes = {m: _grouped.shape_of(m, at_once) for m in (8, 64, 96, 160, 256, 512, 704, 1024)}
-    assert shapes == {
-        **{8: (1, 2), 64: (1, 2), 96: (1, 1), 160: (3, 2), 256: (2, 1)},
-        **{512: (4, 1), 704: (6, 1), 1024: (8, 1)},
-    }
-    heights = {m: _grouped.shape_of(m, at_once)[0] for m in (1100, 1536, 2048, 4096, 131072)}
-    assert heights == {1100: 5, 1536: 6, 2048: 8, 4096: 8, 131072: 8}
+    few = {8: 1, 64: 1, 132: 1, 133: 2, 256: 2, 512: 4, 704: 6, 1024: 8}
+    many = {1100: 5, 1536: 6, 2048: 8, 4096: 8, 131072: 8}
+    assert {m: _grouped.height_of(m, 132) for m in few | many} == few | many  # an H200
 
 
 def test_the_limit_of_a_group_is_constant_for_many_tokens() -> None:
@@ -67,18 +62,18 @@ def test_ffn_few_compiles_without_spills(m: int, n: int, k: int, tmp_path) -> No
         assert_compiles_cleanly("ffn_few", ffn_few.constants_of(call, shape), tmp_path)
 
 
-GROUPED = [(k, shape, _grouped.Config(cluster=c)) for k in (2048, 200, 2040)
-           for shape in ((8, 1), (8, 8)) for c in (0, 1)]  # fmt: skip
-GROUPED += [(k, shape, _grouped.Config(alone=True)) for k in (2560, 2048, 200, 1032, 2880)
-            for shape in ((8, 8), (8, 7), (4, 2), (6, 1), (2, 1), (1, 1))]  # fmt: skip
+GROUPED = [(k, height, _grouped.Config(cluster=c)) for k in (2048, 200, 2040)
+           for height in (8, 2) for c in (0, 1)]  # fmt: skip
+GROUPED += [(k, height, _grouped.Config(alone=True)) for k in (2560, 2048, 200, 1032, 2880)
+            for height in (8, 6, 4, 3, 2, 1)]  # fmt: skip
 
 
 @by_nvcc
-@pytest.mark.parametrize(("k", "shape", "config"), sampled(GROUPED, 0, 1, 13, 39), ids=str)
-def test_ffn_sparse_compiles_without_spills(k, shape, config, tmp_path) -> None:
+@pytest.mark.parametrize(("k", "height", "config"), sampled(GROUPED, 0, 1, 16, 41), ids=str)
+def test_ffn_sparse_compiles_without_spills(k, height, config, tmp_path) -> None:
     for squared, gated, dtype in ((False, True, BF16), (True, config.cluster > 0, HALF)):
         call = TwellCall(8, 8, k, dtype, squared, gated)
-        constants = _grouped.constants_of(call, *shape, config)
+        constants = _grouped.constants_of(call, height, config)
         assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
 
 

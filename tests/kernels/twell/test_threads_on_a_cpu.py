@@ -40,7 +40,7 @@ def built(name: str, constants: cuda.Constants, late: bool) -> Any:
     source = cuda_source(f"{name}.cu").replace('#include "ffn_ptx.cuh"', headers)
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
-    start = entry_point(f"{CALLS[name]};", split="SPLIT")
+    start = entry_point(f"{CALLS[name]};", split="SPLIT" if name == "ffn_few" else "1")
     together = "run, true);" if name == "ffn_few" else "run);"
     return library_of(source + start.replace("run);", together), constants, late).call
 
@@ -105,27 +105,23 @@ def test_ffn_few_is_right_and_nan_stays_in_its_token(case, kind, late, zeros, mo
     assert_right(y, operands, squared, torch.arange(m) != m // 2)
 
 
-# m, n, k, fraction of active units, tokens of a group, split, limit. The cases cover a last group
-# with few tokens, fewer units than threads, full and partial steps, groups of one step, k up to
-# 1024, 2048 and more.
+# m, n, k, fraction of active units, tokens of a group, limit. The cases cover a last group with few
+# tokens, fewer units than threads, full and partial steps, groups of one step, of one token and of
+# two, whose threads number several pieces at once, k up to 1024, 2048 and more.
 GROUPS = [
-    *(
-        (11, 48, 72, 0.2, 8, 1, 48),
-        (5, 200, 264, 0.3, 8, 2, 200),
-        (17, 1088, 136, 0.05, 8, 4, 1088),
-    ),
-    *((3, 72, 520, 0.5, 8, 8, 72), (20, 400, 512, 0.1, 8, 2, 220), (8, 64, 1032, 1.0, 8, 1, 64)),
-    *((61, 160, 200, 0.03, 7, 1, 26), (9, 56, 2056, 0.3, 8, 1, 56), (40, 96, 4096, 0.04, 8, 1, 24)),
-    *((100, 96, 72, 0.01, 8, 1, 96), (20, 96, 2880, 0.1, 3, 1, 26)),
+    *((11, 48, 72, 0.2, 8, 48), (5, 200, 264, 0.3, 8, 200), (17, 1088, 136, 0.05, 8, 1088)),
+    *((3, 72, 520, 0.5, 8, 72), (20, 400, 512, 0.1, 8, 220), (8, 64, 1032, 1.0, 8, 64)),
+    *((61, 160, 200, 0.03, 7, 26), (9, 56, 2056, 0.3, 8, 56), (40, 96, 4096, 0.04, 8, 24)),
+    *((100, 96, 72, 0.01, 8, 96), (20, 96, 2880, 0.1, 3, 26), (7, 9000, 72, 0.05, 2, 620)),
 ]
-# The same without a fallback: units for only one CTA of a cluster, several lists per group, no
-# active units, 320 columns per warp, two halves of 192, and groups of one CTA or of one token.
+# The same without a fallback: several lists per group, no active units, 320 columns per warp, two
+# halves of 192, and more pieces than the threads number at once.
 ALONE = [
-    *((11, 48, 72, 0.2, 8, 2, None), (5, 3600, 72, 1.0, 8, 2, None)),
-    *((9, 1096, 264, 0.0, 8, 3, None), (8, 200, 2560, 0.1, 8, 2, None)),
-    *((20, 1088, 1032, 0.05, 5, 7, None), (3, 72, 3064, 0.5, 8, 2, None)),
-    *((33, 2056, 72, 0.03, 8, 8, None), (17, 1800, 72, 0.9, 8, 3, None)),
-    *((17, 1800, 72, 0.9, 6, 1, None), (3, 1096, 2880, 0.03, 1, 1, None)),
+    *((11, 48, 72, 0.2, 8, None), (5, 3600, 72, 1.0, 8, None)),
+    *((9, 1096, 264, 0.0, 8, None), (8, 200, 2560, 0.1, 8, None)),
+    *((20, 1088, 1032, 0.05, 5, None), (3, 72, 3064, 0.5, 8, None)),
+    *((5, 9000, 72, 0.4, 2, None), (3, 17000, 72, 0.2, 1, None)),
+    *((17, 1800, 72, 0.9, 6, None), (3, 1096, 2880, 0.03, 1, None)),
 ]
 EVERY_GROUP = [(case, KINDS[i % 4], 0, bool(i % 2)) for i, case in enumerate(GROUPS)]
 EVERY_GROUP += [(case, KINDS[i % 2 * 2], 1, bool(i % 2)) for i, case in enumerate(GROUPS)]
@@ -138,7 +134,7 @@ EVERY_GROUP += [(case, KINDS[i % 4], 0, bool(i % 2)) for i, case in enumerate(AL
     ("case", "kind", "cluster", "late"), sampled(EVERY_GROUP, 0, 1, 6, 10, 13, 22, 23, 25, 30, 31)
 )
 def test_groups_of_tokens_are_right(case, kind, cluster, late, zeros, monkeypatch) -> None:
-    (m, n, k, fraction, height, split, limit), (dtype, squared, gated) = case, kind
+    (m, n, k, fraction, height, limit), (dtype, squared, gated) = case, kind
     call = TwellCall(m, n, k, DTYPES[dtype], squared, gated)
     heavy: list[int] = []
 
@@ -153,7 +149,7 @@ def test_groups_of_tokens_are_right(case, kind, cluster, late, zeros, monkeypatc
         y[tokens] = (h.to(y.dtype).float() @ wd_t.float()).to(y.dtype)
         left.zero_()
 
-    monkeypatch.setattr(_grouped, "shape_of", lambda *_: (height, split))
+    monkeypatch.setattr(_grouped, "height_of", lambda *_: height)
     monkeypatch.setattr(_grouped, "limit_of", lambda *_: limit or 0)
     monkeypatch.setattr(_grouped, "writer", lambda *_: in_words)
     monkeypatch.setattr(_remainder, "template_of", lambda *_: rest)
