@@ -9,7 +9,7 @@ runs; a program in Triton begins anew. Each head has a list of its own, as in Mo
 an entry is the place of its part.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -74,6 +74,16 @@ def bound_tiles(
     sizes = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, call.scale * LOG2_E
     of_cut = {"SIDE": shape.block[1], "KEYS": KEYS, "ROWS": ROWS, "PLACES": places}
     of_cut |= {"CAUSAL": mask.causal, "CUT": CUT, "num_warps": 1}
+
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(
+        first: int, q: int, k: int, v: int, parts: int, logs: int, entries: int, tiles: int
+    ) -> cuda.Arguments:
+        maps = [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)]
+        lists = tiles, 0, 0, 0, entries, q, counters.data_ptr(), 0
+        to = parts - first * shape.head_dim * shape.itemsize, logs - 4 * first
+        return layout(*maps, bytes(cuda.MAP_BYTES), *lists, *to, *sizes, 0, 0, 0, 0)
+
     sections: list[list[Program]] = []
     for section in gathered.sections:
         entries, starts, bases, unit, first_chunk, end_chunk, width, workers = section.of_tiles
@@ -84,18 +94,8 @@ def bound_tiles(
         args = *listed, unit, first_chunk, end_chunk, *gathered.sizes[:4]
         cut = BoundKernel(_cut, (units * blocks,), args, of_cut, tiles)
         first = (unit * shape.q_tokens + first_chunk * CHUNK) * places  # entry of the section
-
-        @lru_cache(cuda.ADDRESSES)
-        def arguments(
-            q: int, k: int, v: int, parts: int, logs: int, entries: int, tiles: int, first: int = first
-        ) -> cuda.Arguments:
-            maps = [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)]
-            lists = tiles, 0, 0, 0, entries, q, counters.data_ptr(), 0
-            to = parts - first * shape.head_dim * shape.itemsize, logs - 4 * first
-            return layout(*maps, bytes(cuda.MAP_BYTES), *lists, *to, *sizes, 0, 0, 0, 0)
-
-        tensors = *matrices, logs, entries, tiles
-        sections.append([cut, BoundLaunch(loaded, tensors, arguments)])
+        launch = BoundLaunch(loaded, (*matrices, logs, entries, tiles), partial(arguments, first))
+        sections.append([cut, launch])
     return sections, loaded.code
 
 
@@ -122,9 +122,9 @@ def _cut(  # type: ignore[no-untyped-def]
         end, masked = end_key + tl.zeros_like(at), 0
         if CAUSAL:
             shift = kv_tokens - q_tokens + 1 - list_ * q_tokens
-            least = tl.load(entries + at, there, 0) // PLACES + shift  # keys that the first row sees
+            least = tl.load(entries + at, there, 0) // PLACES + shift  # its first row sees so many
+            masked = (least < end_key).to(tl.int32)
             end = tl.minimum(end, tl.load(entries + last, there, 0) // PLACES + shift)
-            masked = (least < end).to(tl.int32)
         steps = tl.cdiv(tl.maximum(end - key, 1), KEYS)
         line = to + tile * 4
         tl.store(line, key | (masked << 31), there)
