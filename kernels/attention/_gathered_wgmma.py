@@ -81,8 +81,7 @@ def bound_tiles(
     ) -> cuda.Arguments:
         maps = [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)]
         lists = tiles, 0, 0, 0, entries, q, counters.data_ptr(), 0
-        to = parts - first * shape.head_dim * shape.itemsize, logs - 4 * first
-        return layout(*maps, bytes(cuda.MAP_BYTES), *lists, *to, *sizes, 0, 0, 0, 0)
+        return layout(*maps, bytes(cuda.MAP_BYTES), *lists, parts, logs, *sizes, first, 0, 0, 0, 0)
 
     sections: list[list[Program]] = []
     for section in gathered.sections:

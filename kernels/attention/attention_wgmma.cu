@@ -127,7 +127,7 @@ __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEY
 #if GATHERED
 // Store the parts of a tile's rows, and the logarithms of their sums, to the base 2.
 __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const State& state, u32 note,
-                                      int row, const Sizes&, char* parts, float* logs) {
+                                      int row, const Sizes& sizes, char* parts, float* logs) {
   const u32 entries = ld_shared(note + 4) + 4 * row;
   int entry[2];
   float sums[2];
@@ -138,11 +138,12 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0 && entry[r] >= 0)
-      logs[entry[r]] = sum == 0.f ? -INF : state.base[r] + log2f(sum);
+      logs[entry[r] - sizes.first] = sum == 0.f ? -INF : state.base[r] + log2f(sum);
     sums[r] = sum == 0.f ? 0.f : 1.f / sum;
   }
   store_rows<HEAD_DIM>(o, sums, [&](int r) {
-    return entry[r] < 0 ? nullptr : parts + (long long)entry[r] * HEAD_DIM * 2;
+    const long long to = (entry[r] - sizes.first) * (HEAD_DIM * 2ll);
+    return entry[r] < 0 ? nullptr : parts + to;
   });
 }
 #else

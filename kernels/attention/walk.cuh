@@ -55,7 +55,13 @@ struct Parts {
   float4* sums;
   int* counters;
 };
-struct Sizes { int queries, keys, heads, kv_heads; float scale; };
+struct Sizes {
+  int queries, keys, heads, kv_heads;
+  float scale;
+#if GATHERED
+  int first;  // entry that has a part
+#endif
+};
 
 // GATHERED: where the entries of a tile are in shared memory. Those of a tile are read until the
 // first scores of the next one, so three tiles take turns.
