@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparsebench.kernels._common.bound_launch import BoundLaunch
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     TMA_ALIGNMENT,
@@ -31,6 +32,7 @@ from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
 Precision = Literal["ieee", "tf32"]  # precision of fp32 products, as tl.dot names it
+Program: TypeAlias = "BoundKernel | BoundLaunch"
 
 SHARED_BYTES = 96 * 1024  # operands in flight, so that two programs share an SM of an H100
 SM_BYTES = 220 * 1024  # operands in flight; a program on Hopper or Blackwell may have 227 KB
@@ -81,7 +83,7 @@ class Template:
     """
 
     def __init__(
-        self, programs: Sequence[BoundKernel], operands: Sequence[Tensor], results: Sequence[Tensor]
+        self, programs: Sequence[Program], operands: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         flat = [one for each in programs for one in (each.before, each) if one]
         bases = [*results, *(tensor_of(arg) for each in flat for arg in each.args)]
@@ -90,7 +92,10 @@ class Template:
         place = {at: i for i, at in enumerate((*operand_ids, *rest))}
         self._allocated = [(t.shape, t.dtype) for t in rest.values()]
         self._results = [place[id(t)] for t in results]
-        self._launches = [_Launch(each, place) for each in flat]
+        self._launches = [
+            each.bind(place) if isinstance(each, BoundLaunch) else _Launch(each, place)
+            for each in flat
+        ]
 
     def __call__(self, *operands: Tensor, out: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the results: the tensors of `out`, and then new ones."""
@@ -299,9 +304,6 @@ def options(warps: int, path: Path) -> dict[str, int]:
     some tiles for a higher occupancy.
     """
     return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})
-
-
-# ---- launches without Triton ----
 
 
 class Raw:

@@ -31,6 +31,7 @@ SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
 MERGE_BYTES = 1 << 14  # of Q of 32 queries; twice as many take 2.35 instead of 2.09 ms (NSA, 16k)
+FEW_PLACES = 4  # for a head, 8 warps: 188 instead of 249 us with 3, 383 instead of 371 with 12
 LEAST_COMMON = 16  # of 32: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
 LARGE = 128  # keys; a larger block saves time only if all 32 queries selected it
 
@@ -138,7 +139,8 @@ def constants_of(
     tile |= {"BLOCKS": triton.next_power_of_2(mask.kv_blocks), "num_warps": config.warps}
     heads = max(1, min(config.pack, MERGE_BYTES // (CHUNK * shape.depth * shape.itemsize)))
     merged = {"PACK": heads, "UNIT": config.pack, "STAGES": 2}
-    return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
+    wide = heads * CHUNK >= 128 or (heads == 1 and places <= FEW_PLACES)
+    return both | tile, both | merged | {"num_warps": 8 if wide else 4}
 
 
 class Section(NamedTuple):

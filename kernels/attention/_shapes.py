@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -72,7 +72,7 @@ def by_head(matrix: Tensor, shape: AttentionShape) -> Tensor:
     return matrix.view(shape.batch, -1, matrix.shape[1] // shape.head_dim, shape.head_dim)
 
 
-def head_box(heads: Tensor, shape: AttentionShape, rows: tuple[int, int], path: Path) -> Any:
+def head_box(heads: Tensor, shape: AttentionShape, rows: tuple[int, int], path: str) -> Any:
     """Return the argument for a matrix by head: boxes of (tokens, heads), or the tensor.
 
     TMA fills what lies outside of a sequence or a head with zeros.
@@ -88,6 +88,7 @@ class Config:
 
     tokens, pack  of dK and dV: queries of a step, and 1; of others: queries and heads of a tile
     keys          keys of a step; of dK and dV: of a tile
+    path          by which heads are read; "wgmma": by the kernel of _gathered_wgmma.py
     splits        programs that share a list, with the rows in order; 0: one, the longest list first
     """
 
@@ -96,7 +97,7 @@ class Config:
     keys: int
     stages: int
     warps: int
-    path: Path
+    path: Path | Literal["wgmma"]
     splits: int = 0
 
 

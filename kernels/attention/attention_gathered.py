@@ -20,6 +20,7 @@ The tiles of all blocks are cut into runs of the same length, one for each progr
 are: a block that all queries select is as good as any other. Parts are in sections of at most
 SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a bit of a result.
 A mask whose blocks are selected on the device is gathered in each call.
+On Hopper, _gathered_wgmma.py computes the parts of large blocks, if each head has its own list.
 """
 
 import torch
@@ -29,7 +30,9 @@ from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.triton import BoundKernel, Template
+from sparsebench.kernels._common.triton import BoundKernel, Program, Template
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.attention import _gathered_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
@@ -58,27 +61,42 @@ SMALL_BLOCK_TILES = [TILES[2], TILES[0], TILES[1]]  # two stages: 2.22 instead o
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
     tiles = SMALL_BLOCK_TILES if call.shape.block[1] <= SMALL_BLOCK else TILES
-    return configurations(w, call, tiles, 1)
+    by_wgmma = [_gathered_wgmma.CONFIG] if _gathered_wgmma.is_likelier(w, call) else []
+    return [*by_wgmma, *configurations(w, call, tiles, 1)]
 
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
-    """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
+    """Gather the queries, if the mask stays as it is, and compile.
+
+    Launches of a plan with the path "wgmma" must not overlap. Raises Unsupported.
+    """
+    by_wgmma = config.path == "wgmma"
+    refuse(_gathered_wgmma.unsupported_lists(w, call) if by_wgmma else None)
     refuse_path(w, call, config.path)
     shape, device = call.shape, w.mask.columns.device
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    tile, merged, programs, parts, boxes, by_query, sections, sizes, most = gathered_plan(
-        w, shape, config, q, k, v
-    )
+    gathered = gathered_plan(w, shape, config, q, k, v)
+    tile, merged, gathering, parts, boxes, by_query, sections, sizes, most = gathered
     whole_blocks = config.keys >= shape.block[1]
     if whole_blocks and shape.itemsize == 2 and (config.stages, config.warps) == (2, 4):
         tile["maxnreg"] = REGISTERS
     merged["LOGS"] = triton.next_power_of_2(merged["PLACES"])
     logs, scale = parts.new_empty(len(parts), dtype=torch.float32), call.scale * LOG2_E
-    for section in sections:
-        args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
-        programs.append(BoundKernel(_attend, (section.tiles,), args, tile, parts))
+    programs: list[Program] = [*gathering]
+    by_section: list[list[Program]] = []
+    code: str | None
+    if by_wgmma:
+        by_section, code = _gathered_wgmma.bound_tiles(w, call, gathered, (q, k, v, parts), logs)
+    else:
+        for section in sections:
+            args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
+            attend = BoundKernel(_attend, (section.tiles,), args, tile, parts)
+            by_section.append([attend])
+        code = code_of(attend, device)
+    for section, of_parts in zip(sections, by_section, strict=True):
+        programs += of_parts
         args = q, *boxes, parts, logs, *by_query, o, lse, *section.of_groups, *sizes, most, scale
         programs.append(BoundKernel(_merge, (section.groups,), args, merged, o))
     template = Template(programs, inputs, [o, lse])
@@ -89,7 +107,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
             keep(template)
         return results
 
-    return Product(run, code_of(programs[-2], device))
+    return Product(run, code)
 
 
 KERNEL = attention_engine("attention_gathered", "attention", choices, plan, unsupported, Config)

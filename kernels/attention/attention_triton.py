@@ -131,7 +131,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     return Product(run, code_of(program, device))
 
 
-def refuse_path(w: ListedMask, call: AttentionCall, *paths: Path) -> None:
+def refuse_path(w: ListedMask, call: AttentionCall, *paths: str) -> None:
     """Raise Unsupported if a configuration reads by TMA what TMA cannot read."""
     if "tma" in paths and path_of(w, call) != "tma":
         refuse("expected the path pointers, found tma")

@@ -53,7 +53,9 @@
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS Q_BUFFERS=1|2
-// SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1 GATHERED, and hopper.cuh's.
+// GATHERED is 0, or the places of a list: rows are then any queries that selected a block (walk.cuh),
+// and the output is a part of each, which attention_gathered.py merges.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "ring.cuh"
@@ -122,6 +124,29 @@ __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEY
   }
 }
 
+#if GATHERED
+// Store the parts of a tile's rows, and the logarithms of their sums, to the base 2.
+__device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const State& state, u32 note,
+                                      int row, const Sizes& sizes, char* parts, float* logs) {
+  const u32 entries = ld_shared(note + 4) + 4 * row;
+  int entry[2];
+  float sums[2];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    entry[r] = ld_shared(entries + 32 * r);
+    float sum = state.sum[r];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (threadIdx.x % 4 == 0 && entry[r] >= 0)
+      logs[entry[r] - sizes.first] = sum == 0.f ? -INF : state.base[r] + log2f(sum);
+    sums[r] = sum == 0.f ? 0.f : 1.f / sum;
+  }
+  store_rows<HEAD_DIM>(o, sums, [&](int r) {
+    const long long to = (entry[r] - sizes.first) * (HEAD_DIM * 2ll);
+    return entry[r] < 0 ? nullptr : parts + to;
+  });
+}
+#else
 // note: of a slot with V of the tile
 __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const State& state, u32 note,
                                       int row, const Sizes& sizes, char* out, float* lse) {
@@ -142,6 +167,7 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
              head % sizes.heads * HEAD_DIM * 2;
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
+#endif
 
 // Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order,
 // and returns true.
@@ -227,6 +253,11 @@ struct Consumer {
       warpgroup_sync(barrier);  // all warps have read the note
     }
     release(k.empty_barrier());
+    if (!GATHERED) free_queries();
+  }
+
+  // After the last scores of a tile. If GATHERED, the entries of the tile before are free as well.
+  __device__ __forceinline__ void free_queries() {
     if (flags & LAST) {
       release(buffer.empty);
       buffer.advance();
@@ -257,6 +288,7 @@ struct Consumer {
       warpgroup_sync(barrier);
       clear();
     }
+    if (GATHERED) free_queries();
     release(ring.empty_barrier());
     if (moved)
       #pragma unroll
@@ -310,6 +342,7 @@ struct Consumer {
     give_turn(number);
     wgmma_wait<0>();
     take_scores<KEYS>(ring);
+    if (GATHERED) free_queries();
     ring.advance();
     u32 even[KEYS / 4], odd[KEYS / 4];  // P: a step reads one and writes the other
     state = EMPTY;

@@ -131,11 +131,13 @@ def constants_of(
     short: bool,
     query_maps: int = 1,
     splits: bool = False,
+    gathered: int = 0,
 ) -> cuda.Constants:
     """Return the macros of walk.cuh.
 
-    short   shortens(config, mask), which waits for the GPU
-    splits  whether some tiles are split into parts
+    short     shortens(config, mask), which waits for the GPU
+    splits    whether some tiles are split into parts
+    gathered  places of a query's list, if queries are gathered by block of keys
     """
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
@@ -145,7 +147,7 @@ def constants_of(
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
         *(("SHORTENS", int(short)), ("SPLITS", int(splits))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
-        ("FP16", int(shape.dtype == "fp16")),
+        *(("FP16", int(shape.dtype == "fp16")), ("GATHERED", gathered)),
     )
 
 

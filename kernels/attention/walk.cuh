@@ -5,7 +5,9 @@
 //   SHARED_Q     1: consumers read Q in shared memory until the LAST step; 0: it goes to registers
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
 //
-// and the macros of attention_wgmma.cu.
+// and the macros of attention_wgmma.cu. With GATHERED, a row of a tile is an entry of a block of keys
+// (_gathering.py): row * GATHERED + place, of a query in the list of a head. The tile has one block.
+// Two more producer warps copy its rows of Q, wherever they are, and their entries.
 
 #pragma once
 
@@ -30,13 +32,19 @@ template <> struct UnsignedOf<8> { using type = unsigned char; };
 template <int BITS_OF_IT> using Unsigned = typename UnsignedOf<BITS_OF_IT>::type;
 
 struct Maps { TensorMap k, v, queries[QUERY_MAPS]; };  // [batch, tokens, heads * D]
-// The host writes these (_wgmma_tiles.py). Heads count through all sequences.
+// The host writes these (_wgmma_tiles.py). Heads count through all sequences. If GATHERED, _cut of
+// _gathered_wgmma.py does: `first` is the first key, flagged if a row does not see all of them,
+// `count` has the steps and, in the lowest 8 bits, the rows, and `query` is the first entry.
 struct alignas(16) Tile { int first, count, query, head; };
 struct Lists {
   const Tile* tiles;
   const int *columns, *slots;
   const unsigned char* bits;
-  int* counters;  // tiles taken, workers done: zero between launches
+#if GATHERED
+  const int* entries;
+  const char* q;
+#endif
+  int* counters;  // tiles taken, workers done: zero between launches; GATHERED: and tile_count
   int tile_count;
 };
 // SPLITS: each tile from `whole` on counts as `count` tiles, the parts of its list.
@@ -47,7 +55,24 @@ struct Parts {
   float4* sums;
   int* counters;
 };
-struct Sizes { int queries, keys, heads, kv_heads; float scale; };
+struct Sizes {
+  int queries, keys, heads, kv_heads;
+  float scale;
+#if GATHERED
+  int first;  // entry that has a part
+#endif
+};
+
+// GATHERED: where the entries of a tile are in shared memory. Those of a tile are read until the
+// first scores of the next one, so three tiles take turns.
+struct Entries {
+  u32 tile;
+  int number;
+  __device__ __forceinline__ void advance() {
+    tile += number == 2 ? -2 * ROWS * 4 : ROWS * 4;
+    number = number == 2 ? 0 : number + 1;
+  }
+};
 
 // ---- the ring of slots, and the buffer of Q ----
 
@@ -75,6 +100,7 @@ struct Buffer {
 // The first key of a place in a tile's list, flagged if it is partial. An empty place, which ends a
 // list, and one behind the list have a key behind the last one.
 __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
+  if (GATHERED) return place < tile.count >> 8 ? tile.first + place * KEYS : keys;
   if (place >= tile.count * PARTS) return keys;
   const int column = columns[tile.first + place / PARTS];
   return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);
@@ -109,6 +135,52 @@ __device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, 
   __syncwarp();
 }
 
+#if GATHERED
+// The query of an entry, in its head.
+__device__ __forceinline__ int query_of(int entry, const Sizes& sizes) {
+  return entry / GATHERED % sizes.queries;
+}
+
+// Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent.
+__device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, int tiles, Buffer q,
+                                       Entries entries, int half) {
+  constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = 32 / PIECES;  // pieces of a row, rows
+  const int lane = threadIdx.x % 32, piece = lane % PIECES;
+  const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
+  for (int ticket = blockIdx.x; ticket < tiles; ticket += gridDim.x) {
+    const Tile tile = lists.tiles[ticket];
+    const char* const from = lists.q + tile.head / sizes.heads * sizes.queries * row_bytes +
+                             tile.head % sizes.heads * HEAD_DIM * 2 + piece * 16;
+    int entry[2], query[2];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = 64 * half + 32 * i + lane;
+      entry[i] = row < (tile.count & 255) ? lists.entries[tile.query + row] : -1;
+      query[i] = entry[i] < 0 ? -1 : query_of(entry[i], sizes);
+    }
+    mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
+    const u32 to = q.tile + 64 * half * HEAD_DIM * 2 + piece / 8 * 64 * ROW_BYTES;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      st_shared(entries.tile + (64 * half + 32 * i + lane) * 4, entry[i]);
+      #pragma unroll 4
+      for (int j = 0; j < 32; j += AT_ONCE) {
+        const int row = j + lane / PIECES, at = __shfl_sync(~0u, query[i], row);
+        cp_async_16(to + (32 * i + row) * ROW_BYTES + (piece ^ row) % 8 * 16,
+                    from + max(at, 0) * row_bytes, at >= 0);
+      }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_proxy_async();  // wgmma reads what was copied
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(q.full);
+    q.advance();
+    entries.advance();
+  }
+}
+#endif
+
 // A tile, or a part of one: equal numbers of steps of its list.
 __device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, int ticket) {
   if (!SPLITS || ticket < parts.whole) return lists.tiles[ticket];
@@ -136,16 +208,23 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, c
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         const Parts& parts, Slots ring, Buffer q, int group) {
+                                         const Parts& parts, Slots ring, Buffer q, int group,
+                                         int tiles, Entries entries) {
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
   Value value{};
   bool pending = false;
-  while (ticket < lists.tile_count) {
-    const Tile tile = tile_of(lists, parts, ticket);
+  while (ticket < tiles) {
+    Tile tile = tile_of(lists, parts, ticket);
     const int part = ticket - parts.whole;
-    if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
+    if (GATHERED) {
+      ticket += workers;
+      tile.query = entries.tile;  // what consumers look up
+      entries.advance();
+    } else if (lane == 0) {
+      ticket = workers + atomicAdd(lists.counters, 1);
+    }
     const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
     const int column = head / (sizes.heads / sizes.kv_heads) * HEAD_DIM;
     int key = key_of(lists.columns, tile, entry, sizes.keys);
@@ -172,7 +251,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       __syncwarp();
       load_slot(&maps.k, ring, key, column, sequence, is_short);
       ring.advance();
-      if (step == 0) {
+      if (step == 0 && !GATHERED) {
         mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
         load_queries(maps, q, tile.query, head, sequence);
         q.advance();
@@ -193,8 +272,10 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   __syncwarp();
   ring.advance();
   if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
-  if (lane == 0 && atomicAdd(lists.counters + 1, 1) == workers - 1)
+  if (lane == 0 && atomicAdd(lists.counters + 1, 1) == workers - 1) {
     lists.counters[0] = lists.counters[1] = 0;
+    if (GATHERED) lists.counters[2] = 0;
+  }
 }
 
 // ---- consumers: a warpgroup each; `row` is this lane's first row in the tile ----
@@ -230,15 +311,20 @@ constexpr int WORD = sizeof(Word);  // bytes of bits that are read at once
 template <int N = KEYS>
 __device__ __forceinline__ void mask(float (&s)[KEYS / 2], u32 note, int row, const Lists& lists,
                                      const Sizes& sizes) {
-  const int t = threadIdx.x % 4, query = ld_shared(note + 4) + row % SPAN;
+  const int t = threadIdx.x % 4, first = ld_shared(note + 4);
   #pragma unroll
   for (int e = 0; e < ENTRIES * N / KEYS; e++) {
     const int note_key = ld_shared(note + 16 + 4 * e), key = note_key & ~PARTIAL;
     #pragma unroll
     for (int r = 0; r < 2; r++) {
+#if GATHERED
+      const int query = query_of(ld_shared(first + 4 * (row + 8 * r)), sizes);
+#else
+      const int query = first + row % SPAN + 8 * r;
+#endif
       int end = sizes.keys - key - 2 * t;  // of the allowed ones, after this lane's first key
       if (CAUSAL && note_key < 0)
-        end = min(end, query + 8 * r + sizes.keys - sizes.queries + 1 - key - 2 * t);
+        end = min(end, query + sizes.keys - sizes.queries + 1 - key - 2 * t);
       #pragma unroll
       for (int i = 0; i < BOX_KEYS / 8; i++)
         #pragma unroll
@@ -247,7 +333,7 @@ __device__ __forceinline__ void mask(float (&s)[KEYS / 2], u32 note, int row, co
       if (BITS && note_key < 0) {
         constexpr int LINE = (BLOCK_K + 7) / 8;  // bytes
         const int row = ld_shared(note + 16 + 4 * (ENTRIES + e)) * BLOCK_Q +
-                        (query + 8 * r) % BLOCK_Q;
+                        query % BLOCK_Q;
         const unsigned char* line = lists.bits + (long long)row * LINE + key % BLOCK_K / 8;
         #pragma unroll
         for (int i = 0; i < BOX_KEYS / 8; i += WORD) {
@@ -277,6 +363,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
                                      Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
+  __shared__ int entries[3][GATHERED ? ROWS : 1];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -286,11 +373,12 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
       Slots{{}, {smem_address(full[g]), smem_address(empty[g])}}.init_barriers(1, CONSUMERS);
     }
     for (int i = 0; i < Q_COUNT; i++) {
-      mbarrier_init(smem_address(&q_full[i]), 1);
+      mbarrier_init(smem_address(&q_full[i]), GATHERED ? 2 : 1);
       mbarrier_init(smem_address(&q_empty[i]), CONSUMERS);
     }
     fence_mbarrier_init();
   }
+  const int tiles = GATHERED ? lists.counters[2] : lists.tile_count;
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const int buffer = group * Q_BUFFERS;
@@ -302,7 +390,11 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, parts, ring, q, group);
+    const Entries first{smem_address(entries), 0};
+    if (warp < GROUPS) producer(maps, lists, sizes, parts, ring, q, group, tiles, first);
+#if GATHERED
+    else if (warp < 3) gather(lists, sizes, tiles, q, first, warp - 1);
+#endif
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(ring, q, warpgroup % CONSUMERS);

@@ -56,12 +56,18 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int colum
                :: "r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane) : "memory");
 }
 
+// Copy 16 bytes, or write zeros.
+__device__ __forceinline__ void cp_async_16(u32 to, const char* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
 // Store a warpgroup's sums [64 x WIDTH] in 16 bits, 64 contiguous bytes of a row at a time.
-//   row      of this lane's first row; rows from `rows` on are left out
-//   factors  of its two rows
-template <int WIDTH>
+//   row_of   of 0 and 1 -> where this lane's two rows are, or null
+//   factors  of these
+template <int WIDTH, class RowOf>
 __device__ __forceinline__ void store_rows(const float (&d)[WIDTH / 2], const float (&factors)[2],
-                                           char* to, int row, int rows, long long row_bytes) {
+                                           RowOf row_of) {
   #pragma unroll
   for (int r = 0; r < 2; r++)
     #pragma unroll
@@ -73,10 +79,20 @@ __device__ __forceinline__ void store_rows(const float (&d)[WIDTH / 2], const fl
         words[i] = pack_pair(pair[0] * factors[r], pair[1] * factors[r]);
       }
       quad_transpose(words);
-      if (row + 8 * r < rows)
-        *(uint4*)(to + (row + 8 * r) * row_bytes + (32 * c + threadIdx.x % 4 * 8) * 2) =
+      if (char* const row = row_of(r))
+        *(uint4*)(row + (32 * c + threadIdx.x % 4 * 8) * 2) =
             make_uint4(words[0], words[1], words[2], words[3]);
     }
+}
+
+// The same for rows that follow each other.
+//   row  this lane's first row; the other is 8 further. Rows from `rows` on are left out
+template <int WIDTH>
+__device__ __forceinline__ void store_rows(const float (&d)[WIDTH / 2], const float (&factors)[2],
+                                           char* to, int row, int rows, long long row_bytes) {
+  store_rows<WIDTH>(d, factors, [&](int r) {
+    return row + 8 * r < rows ? to + (row + 8 * r) * row_bytes : nullptr;
+  });
 }
 
 // d[64 x HEAD_DIM] = keep * d + A[64 x N] B[N x HEAD_DIM], of a tile of ROWS rows of B.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels.attention import attention_wgmma
+from sparsebench.kernels.attention import _gathered_wgmma, attention_wgmma
 from tests.emulation.cuda_on_cpu import entry_point, library_of, ring, run_here
 from tests.tools.paths import cuda_source
 
@@ -26,6 +26,7 @@ SOURCES = {
 }
 FIXED = """
   auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
+  auto* entries = (int*)(fixed_shared() + (1 << 13));
   auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
   auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + 2 * GROUPS;
 """
@@ -43,7 +44,8 @@ def on_two_sms(patch: pytest.MonkeyPatch, late: bool) -> None:
         return getattr(library(function, constants, late), function + "_here")
 
     run_here(patch, build)
-    patch.setattr(attention_wgmma, "multiprocessors", lambda device: SMS)
+    for module in (attention_wgmma, _gathered_wgmma):
+        patch.setattr(module, "multiprocessors", lambda device: SMS)
     driver = SimpleNamespace(cuTensorMapEncodeTiled=encode)
     patch.setattr(cuda, "driver", lambda: driver)
 
@@ -64,7 +66,7 @@ def library(function: str, constants: cuda.Constants, late: bool) -> ctypes.CDLL
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")
-    stores = header[header.index("template <int WIDTH>") :]  # it has no PTX
+    stores = header[header.index("template <int WIDTH") :]  # it has no PTX
     walk = re.sub("#pragma once", "", cuda_source("walk.cuh"))
     kernel = cuda_source(SOURCES[function])
     text = stores + kernel.replace('#include "walk.cuh"', walk)
@@ -72,6 +74,7 @@ def library(function: str, constants: cuda.Constants, late: bool) -> ctypes.CDLL
     text = re.sub(r"extern __shared__.*", "char* const shared = dynamic_shared();", text)
     text = text.replace("__shared__ u64 full[SLOTS], empty[SLOTS];", BARRIERS)
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
+    text = re.sub(r"__shared__ int entries[^;]*;", "", text)
     text = re.sub(r"__shared__ u64 full[^;]*;", "", text)
     assert "asm" not in text
     stored = SOURCES[function] == "attention_wgmma_stored.cu"

@@ -26,7 +26,10 @@ from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention import (
+    _gathered_tiles,
+    _gathered_wgmma,
     _stored,
+    attention_gathered,
     attention_split,
     attention_triton,
     attention_wgmma,
@@ -98,6 +101,14 @@ HOPPER = [
     Case((320, 900), 64, (1, 1), head_dim=64, density=0, places=True),  # parts without a block
     Case((320, 384), 64, (1, 1), head_dim=64, density=1),
     Case((64, 128), 64, (1, 1), batch=5, density=1),
+]
+# Lists of a head's queries: one tile of a block and several, ragged blocks, no block, all blocks.
+GATHERED = [
+    Case((300, 300), (1, 128), (2, 1), lists=2, causal=True, places=True),
+    Case((150, 300), (1, 256), (2, 2), batch=2, lists=2, causal=True, head_dim=64, dtype="bf16"),
+    Case((200, 330), (1, 128), (2, 1), lists=2, head_dim=64, dtype="bf16"),
+    Case((300, 300), (1, 128), (2, 1), lists=2, density=0, causal=True, head_dim=64),
+    Case((150, 150), (1, 128), (2, 1), lists=2, density=1, causal=True),
 ]
 LARGE = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),
@@ -260,6 +271,24 @@ def test_scores_that_rise_along_a_list_are_right_on_a_cpu(name, case, monkeypatc
     assert run_engine(name, case, rises=True)
 
 
+def gather_by_wgmma(patch: pytest.MonkeyPatch) -> None:
+    """Let attention_gathered run by wgmma on a CPU, as on a Hopper."""
+    is_likelier = lambda w, call: not _gathered_wgmma.unsupported_lists(w, call)  # noqa: E731
+    patch.setattr(_gathered_wgmma, "is_likelier", is_likelier)
+
+
+@needs_gxx
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rises", [False, True])
+@pytest.mark.parametrize("late", sampled([True, False]))
+@pytest.mark.parametrize("case", sampled(GATHERED, 0, 1), ids=str)
+def test_tiles_gathered_for_wgmma_are_right(case, late, rises, poisoned, monkeypatch) -> None:
+    on_two_sms(monkeypatch, late)
+    gather_by_wgmma(monkeypatch)
+    monkeypatch.setattr(_gathered_tiles, "SECTION_BYTES", 1 << 16)  # several sections
+    assert run_engine("attention_gathered", case, rises=rises, every=6) == 1
+
+
 # ---- compiled ----
 
 # The producers of differentiate have 24 registers, and spill one for small blocks.
@@ -281,6 +310,20 @@ def test_what_an_engine_loads_compiles_cleanly(name, case, loads, tmp_path, monk
         spills = case.block == 16 and name == "attention_wgmma_backward"
         clean = ONE_REGISTER if spills else CLEAN
         assert_compiles_cleanly(source, constants, tmp_path, allowed, clean)
+
+
+@by_nvcc
+@pytest.mark.parametrize("case", GATHERED[:3], ids=str)
+def test_tiles_gathered_for_wgmma_compile_cleanly(case, loads, tmp_path, monkeypatch) -> None:
+    gather_by_wgmma(monkeypatch)
+    programs: list[Any] = []
+    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    w, call = ListedMask(case.mask()), case.call()
+    attention_gathered.plan(w, call, attention_gathered.choices(w, call)[0])
+    (cut,) = [each for each in programs if getattr(each, "kernel", None) is _gathered_wgmma._cut]
+    assert complaint_about_launch(cut, 90) is None
+    ((source, constants, _),) = loads
+    assert_compiles_cleanly(source, constants, tmp_path)
 
 
 COMPILES = [

@@ -18,6 +18,7 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     _gated_sum,
+    _gathering,
     _moba,
     _nsa,
     attention_gathered,
@@ -58,8 +59,9 @@ MASKS: list[dict[str, Any]] = [
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("options", "least"), [*zip(MASKS, (16, 20, 3, 33), strict=True)], ids=str)
 def test_the_queries_of_a_block_are_gathered_as_in_torch(
-    options: dict[str, Any], least: int
+    options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_gathering, "STEP", 32)
     right_mask = random_mask(**options)
     wide = with_more_behind(with_places(right_mask))
     places = int(wide.counts.max())

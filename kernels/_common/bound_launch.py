@@ -1,0 +1,31 @@
+"""A kernel in CUDA C++ among the programs of a Template (triton.py)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparsebench.kernels._common.cuda import Arguments, Loaded
+
+
+@dataclass(frozen=True)
+class BoundLaunch:
+    """A kernel, its grid, its tensors, and its arguments by their addresses.
+
+    A tensor without data (device meta) is one of the call.
+    """
+
+    loaded: Loaded
+    args: tuple[Tensor, ...]
+    arguments: Callable[..., Arguments]
+    before: None = None
+
+    def bind(self, place: Mapping[int, int]) -> Callable[[object, Sequence[int]], None]:
+        """Return the launch by addresses; `place` has the index of each tensor, by id."""
+        holes = [(place.get(id(x)), 0 if x.is_meta else x.data_ptr()) for x in self.args]
+
+        def enqueue(_: object, addresses: Sequence[int]) -> None:
+            at = (fixed if hole is None else addresses[hole] for hole, fixed in holes)
+            self.loaded.enqueue(self.arguments(*at))
+
+        return enqueue
