@@ -106,18 +106,18 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
 
 
 def plan(model: Any, tokens: Iterable[int]) -> None:
-    """Plan the MLPs for these numbers of tokens, without a search, and call each as a server does.
+    """Plan the MLPs for these numbers of tokens, without a search, and call each.
 
-    A layer's first calls load its kernels, pack its blocks, and record what they launch (front.py),
-    which would cost the first request. Blocks keep two packed copies: those of the last calls here,
-    for a whole chunk of prompts and for the least tokens. To pack 12 layers took 23 ms, and a call
-    of 24 products before it is recorded 6 ms.
+    A layer's first calls load its kernels and pack its blocks, which would cost the first request.
+    Blocks keep two packed copies, so the last calls are those for a whole chunk of prompts and for
+    the fewest tokens: to pack 12 layers took 23 ms. Calls cannot be recorded here, because a
+    recording holds for one stream (front.hpp).
     """
     buckets = sorted({bucket(m) for m in tokens})
-    x = model.lm_head.weight.new_zeros(1, buckets[-1], model.config.hidden_size)
+    x = model.lm_head.weight.new_zeros(buckets[-1], model.config.hidden_size)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "plan"):
             layer.mlp.plan(buckets, search=False)
         with torch.no_grad():
             for m in (*buckets, buckets[-1], buckets[0]):
-                layer.mlp(x[:, :m])
+                layer.mlp(x[:m])
