@@ -223,7 +223,7 @@ class Server:
 
 
 POOLS: list[Any] = []
-"""Pools of memory that a graph still uses, for the rest of the process."""
+"""Pools of memory that a graph still uses, until it is freed."""
 
 
 def stop(manager: Any) -> None:
@@ -236,8 +236,7 @@ def stop(manager: Any) -> None:
     pool = manager.batch_processor.model_runner.mem_pool
     manager.stop(block=True, timeout=PATIENCE_S)
     manager.destroy()
-    if pool is not None and pool.use_count() > 1:
-        POOLS.append(pool)
+    POOLS[:] = [each for each in (*POOLS, pool) if each is not None and each.use_count() > 1]
 
 
 class StepClock:
