@@ -18,6 +18,7 @@ of a request's last step, and then puts the highest logit at that token. It is c
 model, and takes the same time for all contenders.
 """
 
+import gc
 import re
 import weakref
 from collections.abc import Mapping
@@ -176,6 +177,8 @@ class Server:
         """Serve all requests; return the last logits of each, [requests, vocab]."""
         self.steps.clear()
         self.calls += 1
+        if self.calls == 1:  # garbage of the start, which a first request would wait for
+            gc.collect()
         waiting = list(enumerate(self.load.prompts()))[::-1]
         ended: list[tuple[float, float]] = []
         for _ in range(self.load.concurrency):
@@ -220,7 +223,7 @@ class Server:
 
 
 POOLS: list[Any] = []
-"""Pools of memory that a graph still uses, for the rest of the process."""
+"""Pools of memory that a graph still uses, until it is freed."""
 
 
 def stop(manager: Any) -> None:
@@ -233,8 +236,7 @@ def stop(manager: Any) -> None:
     pool = manager.batch_processor.model_runner.mem_pool
     manager.stop(block=True, timeout=PATIENCE_S)
     manager.destroy()
-    if pool is not None and pool.use_count() > 1:
-        POOLS.append(pool)
+    POOLS[:] = [each for each in (*POOLS, pool) if each is not None and each.use_count() > 1]
 
 
 class StepClock:

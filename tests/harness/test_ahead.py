@@ -132,9 +132,12 @@ def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
     assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
 
 
-def test_all_layers_are_planned_for_the_tokens_of_a_file(monkeypatch, compilations) -> None:
+def test_all_layers_in_blocks_are_planned_for_the_tokens_of_a_file(
+    monkeypatch, compilations
+) -> None:
     layers = [PlannedLayer(), PlannedLayer()]
     model = torch.nn.ModuleList(layers)
+    monkeypatch.setattr(planning, "BlockSparseLinear", PlannedLayer)
     monkeypatch.setattr(planning, "describe", lambda model: {"0": {}, "1": {}})
     monkeypatch.setattr(
         planning, "_tensors", lambda layer: [SimpleNamespace(device=CUDA, is_cuda=False)]

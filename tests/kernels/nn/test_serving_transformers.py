@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,22 @@ def test_a_server_that_has_ended_keeps_no_graph(device: str) -> None:
         server = launch.run.__self__  # type: ignore[attr-defined]
         runner = weakref.ref(server.manager.batch_processor.model_runner)
     assert runner() is None
+
+
+def test_a_pool_of_memory_is_kept_while_a_graph_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "POOLS", [])
+    users = {"first": 2, "second": 1}
+
+    def manager_of(name: str) -> Any:
+        pool = SimpleNamespace(use_count=lambda: users[name])
+        processor = SimpleNamespace(model_runner=SimpleNamespace(mem_pool=pool))
+        nothing = lambda **_: None  # noqa: E731
+        return SimpleNamespace(batch_processor=processor, stop=nothing, destroy=nothing)
+
+    serving.stop(manager_of("first"))
+    assert len(serving.POOLS) == 1
+    users["first"] = 1
+    serving.stop(manager_of("second"))
     assert not serving.POOLS
 
 
