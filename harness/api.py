@@ -4,7 +4,7 @@
     run = sparsebench.load("runs/A")
     run                                       # in a notebook: the answer, as on the report's page
     run.frame(), run.summary()                # pandas: one line per row, one line per case
-    run.plot("speedup")                       # a figure of the report; run.plots lists them
+    run.plot("answer")                        # a figure of the report; run.plots lists them
 
 Loading needs no torch. Results are computed when they are needed.
 """

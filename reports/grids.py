@@ -203,9 +203,10 @@ def html(
     """
     many = len(grid.columns) > ACROSS
     classes = "map many" if many else "map"
-    width = "" if names or many else f"width: {COLUMNS_WIDTH / len(grid.columns):.1f}%"
+    share = COLUMNS_WIDTH / max(len(grid.columns), 1)
+    width = Markup("" if names or many else f' style="width: {share:.1f}%"')
     head = Markup("").join(
-        Markup('<th scope="col" style="{}">{}</th>').format(width, column_text(grid.x, at))
+        Markup('<th scope="col"{}>{}</th>').format(width, column_text(grid.x, at))
         for at in grid.columns
     )
     body = Markup("\n").join(

@@ -26,6 +26,7 @@ from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.comparison.changes import changes
 from sparsebench.results.comparison.sides import Side, short_card, side
 from sparsebench.results.formatting import between, join_words, kernel
+from sparsebench.results.record import UNPRUNED
 from sparsebench.results.run.provenance import commit_of, flat
 from sparsebench.results.statistics.outcome import DIFFERENT
 from sparsebench.results.tables.frame import KEYS, records
@@ -78,7 +79,7 @@ def _differences(before: Finding, now: Finding) -> Iterator[str]:
     pairs = [
         ("the measure", *(MEASURES[best["scope"]] for best in (first, second))),
         (Cause.BASELINE, *(WEIGHTS[best["over"]] for best in (first, second))),
-        (Cause.BASELINE, first["dense_name"], second["dense_name"]),
+        (Cause.BASELINE, *(best["dense_name"].removesuffix(UNPRUNED) for best in (first, second))),
         (Cause.KERNEL, before.contender, now.contender),
     ]
     yield from (f"{cause}: {a} > {b}" for cause, a, b in pairs if a != b)

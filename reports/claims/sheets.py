@@ -20,7 +20,7 @@ STYLES = {
 }
 NOTHING = "No run measures these claims; `sparsebench claims report` judges them by published runs"
 WORDS = frozenset({"claim", "statement", "source", "test", "verdict", "basis", "why"})
-WORDS |= {"tends to", "GPU"}
+WORDS |= {"tendency", "GPU"}
 
 
 def closest(verdict: Verdict) -> TestVerdict | None:
@@ -82,7 +82,7 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Table:
         ]
         for verdict in judged_claims
     ]
-    columns = ("claim", "GPU", "verdict", "basis", "tends to", "why")
+    columns = ("claim", "GPU", "verdict", "basis", "tendency", "why")
     title = "" if measured else NOTHING
     return Table(title=title, columns=columns, lines=lines, words=WORDS)
 

@@ -13,6 +13,7 @@ import pytest
 import sparsebench
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.formats.bsr import Bsr
+from sparsebench.harness import api
 from tests.tools.paths import ROOT, TESTS
 
 SUITE: dict[str, Any] = {
@@ -82,6 +83,8 @@ def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path:
     assert 'href="rows.jsonl"' not in plot.html  # a page without a place has no files beside it
     with pytest.raises(ResultError, match=r"plot: expected one of answer.*found 'answe'.*answer"):
         measured.plot("answe")
+    pages = (ROOT / "README.md").read_text() + (api.__doc__ or "")
+    assert {*re.findall(r'run\.plot\("(\w+)"\)', pages)} == {"answer"}
 
 
 def test_a_report_is_written_to_the_requested_path(measured, tmp_path, monkeypatch) -> None:
