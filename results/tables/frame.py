@@ -147,12 +147,19 @@ def table_of(
 ) -> pd.DataFrame:
     """Return lines as a table with these columns; a missing value is NaN.
 
-    It takes a third of the time of DataFrame(lines).astype(types), which copies each column twice.
+    Arrays, and series that share an index, take a third of the time of series with one each.
     Texts are Python objects: to take lines of Arrow's texts was half the time of a report.
     """
+    index = pd.RangeIndex(len(lines))
+
+    def column(values: Sequence[Any], dtype: Any) -> Any:
+        if dtype in (None, object):  # texts in an array would become Arrow's
+            return pd.Series(values, index, dtype)
+        return pd.array(values, dtype=dtype)
+
     values = {name: [line.get(name, np.nan) for line in lines] for name in columns}
     dtypes = {n: object for n, column in values.items() if str in {*map(type, column)}} | {**types}
-    return pd.DataFrame({n: pd.Series(v, dtype=dtypes.get(n)) for n, v in values.items()})
+    return pd.DataFrame({n: column(v, dtypes.get(n)) for n, v in values.items()}, index)
 
 
 def with_objects(table: pd.DataFrame) -> pd.DataFrame:
