@@ -150,7 +150,7 @@ def table_of(
     """
     values = {name: [line.get(name, np.nan) for line in lines] for name in columns}
     dtypes = {n: object for n, column in values.items() if str in {*map(type, column)}} | {**types}
-    index, texts = pd.RangeIndex(len(lines)), [n for n in values if dtypes.get(n, object) == object]
+    index, texts = pd.RangeIndex(len(lines)), [n for n in values if dtypes.get(n) in (None, object)]
     series = {n: pd.Series(values[n], index, dtypes.get(n)) for n in texts}
     arrays = {n: pd.array(v, dtype=dtypes[n]) for n, v in values.items() if n not in series}
     return pd.DataFrame({**values, **series, **arrays}, index)
