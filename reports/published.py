@@ -32,7 +32,7 @@ from rich.console import Console
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports import advice, cells, costs
+from sparsebench.reports import advice, cells, costs, defaults
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.grids import about_view, sentences
@@ -105,6 +105,10 @@ change of the same case is settled, what `sparsebench compare` names for it.
 ## How often does a second card agree?
 
 {agreement}
+
+## What do users get?
+
+{defaults}
 
 ## GPU time
 
@@ -181,7 +185,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     """
     parts: dict[str, Callable[[Runs], str]] = {"headline": headline, "agreement": agreement}
     parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
-    parts |= {"terminal": terminal, "changes": headline_changes}
+    parts |= {"terminal": terminal, "changes": headline_changes, "defaults": defaults.markdown}
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = [(run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values()]
     evidence = collect_evidence(of_runs, root / HOME)

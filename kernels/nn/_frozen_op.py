@@ -3,7 +3,7 @@
     bitmap   bitmap_mma; bitmap_pairs, which packs W anew, in 0.56 to 0.75 of the dense bytes; or a
              dense product with a copy of W (_dense_copy.py). Either copy is made when it is first
              chosen. The dense one stays: with it W takes three times the memory or more
-    csr      csr_cuda
+    csr      csr_cuda, or such a dense product, unless the copy is much larger than W
 
 A weight's Operator is an attribute of the weight, and is made again if the weight is written or
 moved (_common/stamp.py).
@@ -28,7 +28,7 @@ from sparsebench.kernels._common.unstructured import UnstructuredCall, operator_
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma, bitmap_pairs
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._dense_copy import OF_BITMAP, dense_copy
+from sparsebench.kernels.nn._dense_copy import OF_BITMAP, OF_CSR, dense_copy, dtype_of, is_copied
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -40,6 +40,9 @@ FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096
 # From ELEMENTS on, bitmap_pairs was faster than cuBLAS up to so many tokens, by the largest share
 # of the dense bytes that a bitmap may have. 5120 rows were enough (70 % zeros), 4096 not (50 %).
 PAIRS_TOKENS, PAIRS_ROWS = {0.45: 64, BYTES: 48}, 5120
+# In fp32 csr_cuda was faster than cuBLAS at 80 % zeros in one of three layers with 1,024 tokens
+# (H200), in 16 bits in none up to 98 %.
+DENSER = 0.2
 
 
 def multiply(x: Tensor, w: Weight) -> Tensor:
@@ -70,7 +73,7 @@ def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
 
 def plans_of(w: Weight) -> Operator:
     """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
-    engines = BITMAP if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
+    engines = BITMAP if isinstance(w, Bitmap) else CSR
     make = partial(operator_of, w, engines, partial(_likeliest, w))
     plans: Operator = by_stamp(w, "matmul", ATTRIBUTE, make)
     return plans
@@ -114,12 +117,12 @@ def bits_are_faster(m: int, w: Bitmap) -> bool:
 
 def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
     """Return the engines that may run a call, the likeliest first. Raises Unsupported."""
-    dtype, device = w.values.dtype if isinstance(w, Csr) else w.dtype, w.offsets.device
+    dtype, device = dtype_of(w), w.offsets.device
     ours = csr_cuda.KERNEL if isinstance(w, Csr) else bitmap_mma.KERNEL
     reason = ours.unsupported(Problem("linear", {"m": call.m, "dtype": NAMES[dtype]}), device)
     if isinstance(w, Csr):
         refuse(reason)
-        return [ours]
+        return _of_csr(w)
     if reason:
         return [OF_BITMAP]
     first = [ours] if bits_are_faster(call.m, w) else []
@@ -127,4 +130,13 @@ def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
     return [*first, OF_BITMAP, *(engine for engine in BITMAP[:2] if engine not in first)]
 
 
+def _of_csr(w: Csr) -> Sequence[Engine]:
+    """Return the engines of a weight in CSR, the likeliest first."""
+    if not is_copied(w):
+        return CSR[:1]
+    dense_first = w.values.itemsize == 2 or len(w.values) > DENSER * w.shape[0] * w.shape[1]
+    return CSR[::-1] if dense_first else CSR
+
+
 BITMAP = bitmap_mma.KERNEL, bitmap_pairs.KERNEL, OF_BITMAP
+CSR = csr_cuda.KERNEL, OF_CSR

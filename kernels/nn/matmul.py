@@ -7,7 +7,8 @@ with a number of tokens may time what its format offers.
     bsr      as BlockSparseLinear (_bsr_engines.py); gradients of X and W. A captured call packs W
              inside of the graph, unless W is frozen (Bsr.freeze); then X alone has a gradient
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
-    csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
+    csr      csr_cuda, with gradients of X and W, or without one a dense product with a copy of W
+             (_dense_copy.py); torch's own dense product on a CPU
     bitmap   bitmap_mma, or bitmap_pairs or a dense product with a copy of W (_dense_copy.py);
              gradient of X, from a dense copy
     other    Unsupported: the caller must name a kernel

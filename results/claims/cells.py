@@ -29,8 +29,7 @@ from sparsebench.results.run.provenance import Choices, choices_of, commit_of
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.cases import chose_dense
-from sparsebench.results.tables.frame import fields, records
+from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.noise import Reliability
 
 Line = dict[str, Any]
@@ -107,25 +106,21 @@ class ClaimCell:
 
 def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[ClaimCell]:
     """Return the cells of a test in a run; `problems` are the ids of its problems."""
-    run, cases = analysis.run, analysis.cases
-    if cases.empty or set(problems).isdisjoint(cases.problem_id):  # so for most pairs of a site
+    run, ids = analysis.run, {*problems}
+    contests = {name: lines for name, lines in analysis.contests.items() if name in ids}
+    if not contests:  # so for most pairs of a site
         return []
-    here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
-    if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
-        here = here[(here.scope == "kernel") & (here.cache == "cold")]
-    here = here.assign(chose_dense=chose_dense(here) if len(here) else False)
     ceilings = run.environment.get("ceilings")
     launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
     cells_of_test = []
-    for problem, contest in here.groupby("problem_id", sort=False):
-        lines = records(contest)
-        named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "source", "level")}
+    for problem, lines in contests.items():
+        named = {n: _plain(lines[0][n]) for n in ("op", *fields(analysis.cases), "source", "level")}
         at = {name: value for name, value in test.at.items() if name == "sparsity"}
         if not covers(test.model_copy(update={"at": at}), {"sparsity": lines[0]["sparsity"]}):
             continue  # its weights have another sparsity than the problem asks for
         blank = ClaimCell(
             test=test.name,
-            problem=str(problem),
+            problem=problem,
             run=run.path.name,
             device=analysis.device,
             fields={n: v for n, v in named.items() if v is not None},
@@ -347,7 +342,7 @@ def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any
 def _fastest(lines: list[Line]) -> Line:
     """Return the line with the shortest time; one whose portfolio chose dense only as a last."""
     ran = [line for line in lines if line["status"] == Status.OK]
-    return min(ran, key=lambda line: (line["chose_dense"], line["median_us"]))
+    return min(ran, key=lambda line: ("dense, " in line["chosen"], line["median_us"]))
 
 
 def _reasons(lines: Iterable[Line]) -> str:

@@ -9,6 +9,7 @@ Run ─> rows    one line per row: ratios round by round, units (frame.py)
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 
@@ -16,7 +17,7 @@ from sparsebench.results.run.provenance import device_name
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.cases import by_size, summary
 from sparsebench.results.tables.contests import with_gains
-from sparsebench.results.tables.frame import frame
+from sparsebench.results.tables.frame import frame, records
 from sparsebench.results.tables.grid import View, views
 from sparsebench.results.tables.noise import Noise, noise
 
@@ -41,6 +42,17 @@ class Analysis:
     def timed(self) -> pd.DataFrame:
         """Return the cases with a time, without twins, as `contests.with_gains` returns them."""
         return with_gains(self.cases)
+
+    @cached_property
+    def contests(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the cases without twins by the id of their problem; on a GPU kernels, cold."""
+        here = self.cases[~self.cases.twin.astype(bool)]
+        if self.run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
+            here = here[(here.scope == "kernel") & (here.cache == "cold")]
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in records(here):
+            lines.setdefault(line["problem_id"], []).append(line)
+        return lines
 
     @cached_property
     def views(self) -> list[View]:

@@ -12,13 +12,11 @@ of the baseline. Rows are from one contest if they share problem, process, attem
 state.
 
 The baseline multiplies unpruned weights if the contest has such a contender: it is the layer that a
-sparse one replaces. `same_zeros` is then the speedup over the baseline with pruned weights. Else it
-equals `speedup`.
+sparse one replaces. `same_zeros` is then over the one with pruned weights; else it is `speedup`.
 
 A run with --energy also has the time, energy and clock of a call under two loads (UNDER_LOAD,
-harness/bench/energy.py).
-
-`limited` is the share of the contest's time in which power or heat lowered the clock.
+harness/bench/energy.py). `limited` is the share of the contest's time in which power or heat
+lowered the clock.
 
 `of_bound` is the hardware limit divided by the median time, at most 1: ceilings are measured, so a
 time may be up to 5 % below the limit (ceilings.py). On a CPU no limit is known; rows of versions up
@@ -147,12 +145,15 @@ def table_of(
 ) -> pd.DataFrame:
     """Return lines as a table with these columns; a missing value is NaN.
 
-    It takes a third of the time of DataFrame(lines).astype(types), which copies each column twice.
-    Texts are Python objects: to take lines of Arrow's texts was half the time of a report.
+    Arrays, and series that share an index, take a third of the time of series with one each.
+    Texts are Python objects, and Arrow's in an array, whose lines took half the time of a report.
     """
     values = {name: [line.get(name, np.nan) for line in lines] for name in columns}
     dtypes = {n: object for n, column in values.items() if str in {*map(type, column)}} | {**types}
-    return pd.DataFrame({n: pd.Series(v, dtype=dtypes.get(n)) for n, v in values.items()})
+    index, texts = pd.RangeIndex(len(lines)), [n for n in values if dtypes.get(n) in (None, object)]
+    series = {n: pd.Series(values[n], index, dtypes.get(n)) for n in texts}
+    arrays = {n: pd.array(v, dtype=dtypes[n]) for n, v in values.items() if n not in series}
+    return pd.DataFrame({**values, **series, **arrays}, index)
 
 
 def with_objects(table: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.reports import published
+from sparsebench.reports import defaults, published
 from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.headline import (
     QUESTIONS,
@@ -106,6 +106,22 @@ def test_the_headline_names_the_kernel_that_users_get(runs: dict[str, PublishedR
     cases = run.cases.assign(kernel=run.cases.kernel.mask(users, DEFAULT), choice=choice)
     table = headline(runs | {run.name: replace(run, cases=cases)}, [LARGE])
     assert cells(table)[2] == "`bsr_wgmma (by default)`"
+
+
+def test_the_cells_where_users_get_a_slower_kernel_are_named(runs: dict[str, PublishedRun]) -> None:
+    run = runs["sparsity-4096"]
+    every = [*defaults.cells_of(run)]
+    assert len(every) == (run.timed.kernel == DEFAULT).sum()
+    assert all(cell.best["median_us"] <= cell.best_of_ours["median_us"] for cell in every)
+    slow = run.timed.kernel.eq(DEFAULT) & run.timed.tile.eq("64")
+    times = run.timed.median_us.where(~slow, run.timed.median_us * 1.1 + 0.5)
+    slower = replace(run)
+    object.__setattr__(slower, "timed", run.timed.assign(median_us=times))
+    behind = [cell for cell in defaults.cells_of(slower) if cell.is_behind(cell.best_of_ours)]
+    assert {cell.users["tile"] for cell in behind} == {"64"}
+    lines = defaults.markdown({run.name: slower}).splitlines()
+    assert len(lines) == 4 + len(behind)
+    assert f"in {len(every) - len(behind)} of {len(every)} cells" in lines[0]
 
 
 def test_a_headline_has_the_range_of_all_verdicts(runs: dict[str, PublishedRun]) -> None:

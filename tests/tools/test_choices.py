@@ -9,8 +9,7 @@ import pytest
 from sparsebench.kernels._common.choices import package_folder
 from sparsebench.kernels.bitmap import bitmap_mma, bitmap_pairs
 from sparsebench.kernels.bsr import experts_triton
-from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn import _bsr_engines, _dense_copy, _spense_engines
+from sparsebench.kernels.nn import _bsr_engines, _dense_copy, _frozen_op, _spense_engines
 from sparsebench.kernels.spense import experts_wgmma
 from sparsebench.kernels.twell import _engines as _twell_engines
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -20,7 +19,7 @@ from tests.tools import choices
 ENGINES = {
     "bitmap": (bitmap_mma.KERNEL, bitmap_pairs.KERNEL, _dense_copy.OF_BITMAP),
     "bsr": (*_bsr_engines.ENGINES, experts_triton.KERNEL),
-    "csr": (csr_cuda.KERNEL,),
+    "csr": _frozen_op.CSR,
     "spense": (*_spense_engines.ENGINES, experts_wgmma.KERNEL),
     "twell": _twell_engines.ENGINES,
 }

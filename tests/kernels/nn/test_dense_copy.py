@@ -15,15 +15,17 @@ BF16 = torch.bfloat16
     "example", [Example(33, 120, 96, 0.3, (8, 8)), Example(7, 50, 30, 0.5, (10, 10))]
 )
 @pytest.mark.parametrize("columns", [True, False])
-def test_its_product_is_exact(example: Example, columns: bool) -> None:
-    assert run_engine(_dense_copy.OF_BLOCKS, example, BF16, configs=[DenseConfig(columns=columns)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_its_product_is_exact(example: Example, columns: bool, dtype: torch.dtype) -> None:
+    configs = [DenseConfig(columns=columns)]
+    assert run_engine(_dense_copy.OF_BLOCKS, example, dtype, configs=configs)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"live": True}, "frozen values"),
-        ({"dtype": torch.float32}, "fp16 or bf16"),
+        ({"dtype": torch.float8_e4m3fn}, "16 bits or fp32"),
         ({"shape": (8192, 8192)}, "33554432 bytes"),
     ],
 )

@@ -18,6 +18,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._launch import Packing
 from sparsebench.kernels.nn import _dense_copy, _frozen_op
 from tests.kernels.contract import Example, run_engine
@@ -138,6 +139,30 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
     config = _dense_copy.DenseConfig(tokens)
     assert run_engine(_dense_copy.OF_BITMAP, Example(7, N, K, 0.5), torch.float32, configs=[config])
+
+
+@pytest.mark.parametrize(
+    ("rows", "nonzeros", "dtype", "names"),
+    [
+        (64, 40, torch.float32, ["csr_cuda", "dense"]),
+        (64, 2000, torch.float32, ["dense", "csr_cuda"]),
+        (64, 40, torch.bfloat16, ["dense", "csr_cuda"]),
+        (2**20, 40, torch.bfloat16, ["csr_cuda"]),
+    ],
+)
+def test_csr_takes_a_dense_copy_unless_it_is_much_larger(rows, nonzeros, dtype, names) -> None:
+    values, columns = torch.ones(nonzeros, dtype=dtype), torch.zeros(nonzeros, dtype=torch.int32)
+    offsets = torch.full((rows + 1,), nonzeros, dtype=torch.int32)
+    w = Csr((rows, K), offsets, columns, values)
+    assert [engine.name for engine in _frozen_op._of_csr(w)] == names
+
+
+@pytest.mark.parametrize("kind", [Csr, Bitmap])
+def test_a_dense_copy_is_exact(kind: Any) -> None:
+    w = kind.from_dense(weight())
+    run = _dense_copy.plan_dense(w, UnstructuredCall("linear", 8), _dense_copy.DenseConfig()).run
+    x = torch.randint(-2, 3, (7, K)).float()
+    assert torch.equal(run(x), x @ w.to_dense().T)
 
 
 @pytest.mark.parametrize("name", ["values", "columns", "offsets"])
