@@ -42,9 +42,9 @@ BY_NAME = {
     "lists=kv_heads pattern=top_k_blocks block=[16,64] sparsity=0.75",
     "attention_paged": "m=1 context=2048 heads=8 kv_heads=4 head_dim=128 batch=2 causal=true "
     "block=[16,64]",
-    **dict.fromkeys(("attention_gathered", "fla_nsa"),
-                    "m=512 heads=32 kv_heads=2 head_dim=128 batch=1 causal=true lists=kv_heads "
-                    "pattern=top_k_blocks block=[1,64] sparsity=0.5"),
+    **dict.fromkeys(("attention_gathered", "attention_gathered_backward", "fla_nsa"),
+                    "m=512 context=512 heads=32 kv_heads=2 head_dim=128 batch=1 causal=true "
+                    "lists=kv_heads pattern=top_k_blocks block=[1,64] sparsity=0.5"),
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     **dict.fromkeys(("bsr_first", "bsr_wgrad_mma"),
                     f"{SIZES} pattern=blocks block=16 sparsity=0.5"),
@@ -86,6 +86,7 @@ def test_a_kernel_is_right_on_a_gpu_captured_and_pinned(
     try:
         testing.check_kernel(name, words_for(name) + dtype, device="cuda:0")
     except AssertionError as failure:
-        if "found none" in str(failure) and "needs" in str(failure):
+        missing = "needs", "No module named"  # of the house, and of cuDNN's own module
+        if "found none" in str(failure) and any(word in str(failure) for word in missing):
             pytest.skip(str(failure))
         raise
