@@ -21,6 +21,7 @@ from sparsebench.formats.twell import Twell
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._launch import Packing
 from sparsebench.kernels.nn import _dense_copy, _frozen_op
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from tests.kernels.contract import Example, run_engine
 
 N, K = 96, 64
@@ -241,6 +242,30 @@ def test_blocks_of_fp8_give_bf16_and_have_no_gradient() -> None:
     assert sparsebench.matmul(x[:0], w).dtype == torch.bfloat16
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w), backend="eager")
     assert torch.equal(compiled(x), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Csr, Bsr])
+def test_a_graph_reads_the_dense_copy_that_it_captured(kind: Any, dtype: torch.dtype) -> None:
+    """With other activations, after a write to W has replaced the copy."""
+    dense = torch.randint(-2, 3, (N, K), device="cuda").to(dtype)
+    w = Csr.from_dense(dense) if kind is Csr else Bsr.from_dense(dense, block=4).freeze()
+    x = torch.randint(-2, 3, (33, K), device="cuda").to(dtype)
+    assert torch.equal(sparsebench.matmul(x, w), x @ dense.T)
+    operator = _frozen_op.plans_of(w) if kind is Csr else pattern_of(w.offsets, w.columns).operator
+    assert {selected.row["kernel"] for selected in operator.plans.values()} == {"dense"}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparsebench.matmul(x, w)
+    if kind is Csr:
+        w.values.mul_(2)
+        assert torch.equal(sparsebench.matmul(x, w), 2 * (x @ dense.T))
+    garbage = [torch.full((2**12,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(200)]
+    x.copy_(torch.randint(-2, 3, x.shape, device="cuda"))
+    graph.replay()
+    assert torch.equal(y, x @ dense.T)
+    del garbage
 
 
 @pytest.mark.gpu
