@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +77,13 @@ def named(document: str, heading: str) -> list[str]:
 
 def test_the_first_page_is_short() -> None:
     assert words(text("README.md")) <= 800
+
+
+def test_every_file_states_the_same_version() -> None:
+    projects = [tomllib.loads(text(f"{folder}pyproject.toml")) for folder in ("", "authors/")]
+    cited = yaml.safe_load(text("CITATION.cff"))
+    (version,) = {cited["version"], *(each["project"]["version"] for each in projects)}
+    assert f"\n## {version} ({cited['date-released']})\n" in text("CHANGELOG.md")
 
 
 def test_a_version_in_the_changelog_is_short() -> None:

@@ -38,7 +38,8 @@ class Blocks(dict):
 
     `logs` are its log speedups by process, `cards` the GPU of each process, `stratum` its kernel
     and its class of times, and `compiled` has the digests of its kernels. `inherited` says whether
-    its run took its configurations from another one.
+    its run took its configurations from another one. `loads` has the time of a call under each
+    load, by process.
     """
 
     logs: dict[int, float]
@@ -48,6 +49,7 @@ class Blocks(dict):
     op: str
     scope: str
     inherited: bool
+    loads: dict[str, dict[int, float]]
     __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
 
@@ -137,6 +139,9 @@ def cases(run: str) -> pd.DataFrame:
             )
         )
         case.setdefault("compiled", set()).update({row.get("code")} - {None})
+        for load, facts in (row.get("loads") or {}).items():
+            loads = case.setdefault("loads", {}).setdefault(load, {})
+            loads[row["replicate"]] = facts["us_per_call"]
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
@@ -160,7 +165,7 @@ def cases(run: str) -> pd.DataFrame:
         clocks = [timed.clock for timed in case["timed"]]
         same = [timed for timed in case["timed"] if timed.clock == max(clocks, key=clocks.count)]
         case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
-        case["blocks"].compiled = case["compiled"]
+        case["blocks"].compiled, case["blocks"].loads = case["compiled"], case.pop("loads", {})
         case["blocks"].cards = {timed.process: timed.card for timed in same}
         case["median_us"] = np.median([timed.median_us for timed in same])
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
