@@ -4,11 +4,12 @@
     run = sparsebench.load("runs/A")
     run                                       # in a notebook: the answer, as on the report's page
     run.frame(), run.summary()                # pandas: one line per row, one line per case
-    run.plot("answer")                        # a figure of the report; run.plots lists them
+    run.plot("answer").save("a.png")          # a figure of the report; run.plots lists them
 
 Loading needs no torch. Results are computed when they are needed.
 """
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,23 +32,44 @@ if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
 
 ANSWER = "answer"  # the figure that summarizes the run
+PICTURE = '<img alt="{}" src="data:image/png;base64,{}" style="max-width: 620px">'
+# Where a page in a page is not shown, as on GitHub, the picture before it stays.
 FRAME = (
     '<iframe title="{}" srcdoc="{}" style="width: 100%; height: 480px; border: 0" '
-    "onload=\"this.style.height = this.contentDocument.documentElement.scrollHeight + 24 + 'px'\">"
+    "onload=\"this.style.height = this.contentDocument.documentElement.scrollHeight + 24 + 'px'; "
+    'if (this.previousElementSibling) this.previousElementSibling.hidden = true">'
     "</iframe>"
 )
 
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure as a separate page, with the badges of its run; a notebook displays it."""
+    """A figure as a separate page, with the badges of its run; a notebook displays it.
+
+    `png` has its drawings, for GitHub and PDF; it is None if the figure is a table.
+    """
 
     name: str
     html: str
 
+    @cached_property
+    def png(self) -> bytes | None:
+        from sparsebench.reports.figures._png import png  # matplotlib takes 0.3 s
+
+        return png(self.html)
+
     def save(self, path: Path | str) -> Path:
-        """Write the page, one file that opens offline, and return its path."""
-        write_file(Path(path), self.html)
+        """Write the page, one file that opens offline, and return its path.
+
+        A path that ends in .png gets the drawings alone. Raises ResultError if there are none.
+        """
+        if Path(path).suffix.lower() != ".png":
+            write_file(Path(path), self.html)
+            return Path(path)
+        if self.png is None:
+            expected = f"expected a figure with a drawing, found the table {self.name}"
+            raise ResultError(f"{path}: {expected}; .html has it")
+        write_file(Path(path), self.png)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -56,7 +78,12 @@ class Plot:
 
     def _repr_html_(self) -> str:
         page = self.html.replace("<head>", '<head><base href="about:srcdoc">', 1)  # for href="#x"
-        return FRAME.format(escape(self.name), escape(page))
+        picture = b64encode(self.png).decode() if self.png else ""
+        before = PICTURE.format(escape(self.name), picture) if picture else ""
+        return f"<div>{before}{FRAME.format(escape(self.name), escape(page))}</div>"
+
+    def _repr_png_(self) -> bytes | None:
+        return self.png
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +153,9 @@ class Run:
 
     def _repr_html_(self) -> str:
         return self.plot()._repr_html_()
+
+    def _repr_markdown_(self) -> str:
+        return self.answer()
 
 
 def load(path: Path | str) -> Run:

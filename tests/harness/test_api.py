@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from base64 import b64encode
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,29 @@ def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path:
     assert {*re.findall(r'run\.plot\("(\w+)"\)', pages)} == {"answer"}
 
 
+def test_a_plot_is_a_picture_where_no_page_is_shown(measured, tmp_path: Path) -> None:
+    plot = measured.plot("answer")
+    picture = plot._repr_png_()
+    assert picture
+    assert picture.startswith(b"\x89PNG")
+    assert plot.save(tmp_path / "plot.png").read_bytes() == picture
+    shown = plot._repr_html_()
+    image, frame = shown.index("<img "), shown.index("<iframe ")
+    assert image < frame
+    assert b64encode(picture).decode() in shown
+    assert "previousElementSibling.hidden = true" in shown[frame:]
+    assert measured._repr_markdown_() == measured.answer()
+
+
+def test_a_figure_without_a_drawing_has_no_picture(measured, tmp_path: Path) -> None:
+    table = measured.plot("cases")
+    assert table._repr_png_() is None
+    assert "<img " not in table._repr_html_()
+    with pytest.raises(ResultError, match="expected a figure with a drawing, found the table"):
+        table.save(tmp_path / "cases.png")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_report_is_written_to_the_requested_path(measured, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     assert measured.report(tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
@@ -151,11 +175,11 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
     for command in commands:
         code += f"sys.argv = {['sparsebench', *command]!r}; print('ended with', main())\n"
     code += f"run = sparsebench.load({run!r})\n"
-    code += "print(run, len(run.summary()), run.plot('answer'), run._repr_html_()[:7])"
+    code += "print(run, len(run.summary()), run.plot('answer'), run._repr_html_()[:5])"
     output = in_python(code)
     assert re.findall(r"ended with (\d)", output) == ["0", "0", "0", "5"]
     assert re.search(r"plan: not checked.*No module named 'torch'", output)
-    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('answer', .*\) <iframe", output)
+    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('answer', .*\) <div>", output)
 
 
 def test_public_names_are_there_when_they_are_used() -> None:
