@@ -17,7 +17,7 @@ from sparsebench.results.formatting import FORMATS, amount, between, duration, p
 from sparsebench.results.tables.contests import sort_values_of
 from sparsebench.results.tables.families import QUANTISED
 from sparsebench.results.tables.frame import records
-from sparsebench.results.tables.grid import Case, Grid, findings, grid
+from sparsebench.results.tables.grid import EVERY, Case, Grid, findings, grid
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
@@ -30,12 +30,16 @@ BESIDE = {"decoder": "Model, decoding", "attention": "Attention"}  # ops of no g
 
 @dataclass(frozen=True)
 class SiteGrid:
-    """A grid of a GPU with one op, dtype and number of tokens, and what its problems share."""
+    """A grid of a GPU with one op, dtype and number of tokens, and what its problems share.
+
+    shape  of its weights, or EVERY
+    """
 
     gpu: str
     op: str
     dtype: str
     tokens: int
+    shape: str
     about: str
     grid: Grid
 
@@ -52,7 +56,7 @@ class SiteGrid:
         """Return the grid; `root` is the path from the page to the first page of the site."""
         data = {"grid": "gains", "gpu": self.gpu, "op": self.op, "dtype": self.dtype}
         data["tokens"] = str(self.tokens)
-        return grids.html(self.grid, lambda case: link(case, root), "", data=data)
+        return grids.html(self.grid, lambda case: link(case, root), "", names=True, data=data)
 
 
 def link(case: Case, root: str) -> str:
@@ -65,10 +69,11 @@ def format_name(kind: str) -> str:
     return FORMATS.get(kind, kind)
 
 
-def site_grids(lines: pd.DataFrame) -> list[SiteGrid]:
+def site_grids(lines: pd.DataFrame, *, each_shape: bool = False) -> list[SiteGrid]:
     """Return a grid for each of the usual numbers of tokens that was measured, most tokens last.
 
     A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
+    With `each_shape`, one of each shape comes before that of EVERY one, if there are several.
     """
     sparse = lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)]
     for column, preferred in (("op", OP), ("dtype", DTYPE)):
@@ -79,17 +84,28 @@ def site_grids(lines: pd.DataFrame) -> list[SiteGrid]:
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int))
     tokens = _most(sparse.m, TOKENS, len(TOKENS))
-    return [_site_grid(sparse[sparse.m == m], int(m)) for m in tokens]
+    by_tokens = [(int(m), sparse[sparse.m == m]) for m in tokens]
+    return [
+        _site_grid(part, m, shape)
+        for m, of_m in by_tokens
+        for shape, part in _parts(of_m, each_shape=each_shape)
+    ]
 
 
-def _site_grid(sparse: pd.DataFrame, tokens: int) -> SiteGrid:
+def _parts(sparse: pd.DataFrame, *, each_shape: bool) -> list[tuple[str, pd.DataFrame]]:
+    """Return the lines of each shape, if there are several and they are wanted, and then all."""
+    shapes = [(str(shape), of_shape) for shape, of_shape in sparse.groupby("shape")]
+    return [*(shapes if each_shape and len(shapes) > 1 else []), (EVERY, sparse)]
+
+
+def _site_grid(sparse: pd.DataFrame, tokens: int, shape: str) -> SiteGrid:
     levels = _most(sparse.level, LEVELS, COLUMNS)
     shown = that_count(sparse[sparse.level.isin(levels)])
     first = shown.iloc[0]
     count = f"{tokens:,} token{'' if tokens == 1 else 's'} at once"
     about = grids.about(shown, ["op", "dtype", "shape", "cache"])
     gpu, op, dtype = (str(first[name]) for name in ("gpu", "op", "dtype"))
-    return SiteGrid(gpu, op, dtype, tokens, f"{count} · {about}", grid(shown, "level"))
+    return SiteGrid(gpu, op, dtype, tokens, shape, f"{count} · {about}", grid(shown, "level"))
 
 
 def that_count(sparse: pd.DataFrame) -> pd.DataFrame:

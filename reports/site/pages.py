@@ -219,7 +219,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     by_address = {card.address: card for card in cards}
     gpus = []
     for gpu, of_gpu in every.groupby("gpu", sort=False):
-        drawn = grids.site_grids(of_gpu)
+        drawn = grids.site_grids(of_gpu, each_shape=True)
         views = [
             {"grid": each, "confirmed": _confirmation(each, by_address[each.top["run"]], cards)}
             for each in drawn

@@ -103,6 +103,19 @@ def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(places, show) -> None
     assert page.locator(".view:visible table").get_attribute("data-tokens") == "4096"
 
 
+def test_a_shape_is_a_choice_of_the_first_page_and_a_cell_names_its_kernel(places, show) -> None:
+    page = show(places["site"]).page
+    select = page.locator(".choose select[name=shape]")
+    shapes = select.locator("option").evaluate_all("all => all.map((each) => each.value)")
+    assert shapes[0] == select.input_value() == "all"
+    assert len(shapes) > 1
+    select.select_option(shapes[1])
+    shown = page.locator(".view:visible")
+    assert shapes[1] in shown.locator(".note").inner_text()
+    assert f"shape={shapes[1].split(' ')[0]}" in page.evaluate("location.hash")
+    assert "bsr_" in shown.locator("a.cell").first.inner_text()
+
+
 def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:
     page = show(places["run"]).page
     page.locator("a[data-cell][title^='blocks of 32 at 90 %']:visible").click()

@@ -103,6 +103,21 @@ def test_cells_of_a_grid_of_a_site(tables: list[pd.DataFrame], cells: dict[str, 
     assert [*shown(only(joined(*tables))).items()] == [*cells.items()]
 
 
+def test_each_shape_has_a_grid_before_that_of_every_shape() -> None:
+    two = joined(lines(("BSR", 2.0)), lines(("BSR", 3.0), shape="8 × 8"), lines(("CSR", 4.0), m=16))
+    grids = [(each.tokens, each.shape) for each in site_grids(two, each_shape=True)]
+    assert grids == [(1, "64 × 64"), (1, "8 × 8"), (1, "all"), (16, "all")]
+    small = site_grids(two, each_shape=True)[1]
+    assert shown(small) == {"BSR": ["3.00×"]}
+    assert [each.shape for each in site_grids(two)] == ["all", "all"]
+
+
+def test_a_cell_of_a_site_names_its_kernel_in_its_text() -> None:
+    html = only(lines(("BSR", 2.0))).html("")
+    (text,) = re.findall('<a class="cell.*?>(.*?)</a>', html)
+    assert "BSR_<wbr>kernel" in text
+
+
 def test_findings_are_sentences_by_outcome_with_their_columns_and_largest_gain() -> None:
     table = joined(
         lines(("blocks of 16", 0.75), ("blocks of 32", 1.2), ("2:4", 1.5), ("CSR", 0.1)),
