@@ -73,7 +73,7 @@ def site_grids(lines: pd.DataFrame, *, each_shape: bool = False) -> list[SiteGri
     """Return a grid for each of the usual numbers of tokens that was measured, most tokens last.
 
     A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
-    With `each_shape`, one of each shape comes before that of EVERY one, if there are several.
+    With `each_shape`, one of each shape follows that of EVERY one, if there are several.
     """
     sparse = lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)]
     for column, preferred in (("op", OP), ("dtype", DTYPE)):
@@ -93,9 +93,9 @@ def site_grids(lines: pd.DataFrame, *, each_shape: bool = False) -> list[SiteGri
 
 
 def _parts(sparse: pd.DataFrame, *, each_shape: bool) -> list[tuple[str, pd.DataFrame]]:
-    """Return the lines of each shape, if there are several and they are wanted, and then all."""
+    """Return all lines, and those of each shape if there are several and they are wanted."""
     shapes = [(str(shape), of_shape) for shape, of_shape in sparse.groupby("shape")]
-    return [*(shapes if each_shape and len(shapes) > 1 else []), (EVERY, sparse)]
+    return [(EVERY, sparse), *(shapes if each_shape and len(shapes) > 1 else [])]
 
 
 def _site_grid(sparse: pd.DataFrame, tokens: int, shape: str) -> SiteGrid:

@@ -33,6 +33,7 @@ from sparsebench.results.comparison.repeats import Verdicts, repeats
 from sparsebench.results.formatting import capital
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.tables.families import family
+from sparsebench.results.tables.grid import EVERY
 
 WIDTH = 6.6  # pixels per character of a badge
 
@@ -226,6 +227,8 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
         ]
         facts = {"name": str(gpu), "runs": of_gpu.run.nunique(), "views": views}
         facts |= {"beside": grids.beside(of_gpu)}
+        whole = [i for i, each in enumerate(drawn) if each.shape == EVERY]
+        facts |= {"front": views[whole[-1]]} if whole else {}
         gpus += [facts] if drawn else []
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 

@@ -103,11 +103,11 @@ def test_cells_of_a_grid_of_a_site(tables: list[pd.DataFrame], cells: dict[str, 
     assert [*shown(only(joined(*tables))).items()] == [*cells.items()]
 
 
-def test_each_shape_has_a_grid_before_that_of_every_shape() -> None:
+def test_each_shape_has_a_grid_after_that_of_every_shape() -> None:
     two = joined(lines(("BSR", 2.0)), lines(("BSR", 3.0), shape="8 × 8"), lines(("CSR", 4.0), m=16))
     grids = [(each.tokens, each.shape) for each in site_grids(two, each_shape=True)]
-    assert grids == [(1, "64 × 64"), (1, "8 × 8"), (1, "all"), (16, "all")]
-    small = site_grids(two, each_shape=True)[1]
+    assert grids == [(1, "all"), (1, "64 × 64"), (1, "8 × 8"), (16, "all")]
+    small = site_grids(two, each_shape=True)[2]
     assert shown(small) == {"BSR": ["3.00×"]}
     assert [each.shape for each in site_grids(two)] == ["all", "all"]
 
