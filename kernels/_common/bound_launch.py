@@ -12,13 +12,13 @@ from sparsebench.kernels._common.cuda import Arguments, Loaded
 class BoundLaunch:
     """A kernel, its grid, its tensors, and its arguments by their addresses.
 
-    A tensor without data (device meta) is one of the call.
+    A tensor on the device meta stands for one that each call has, or allocates.
     """
 
     loaded: Loaded
     args: tuple[Tensor, ...]
     arguments: Callable[..., Arguments]
-    before: None = None
+    before: None = None  # no program of its own runs before it (BoundKernel)
 
     def bind(self, place: Mapping[int, int]) -> Callable[[object, Sequence[int]], None]:
         """Return the launch by addresses; `place` has the index of each tensor, by id."""

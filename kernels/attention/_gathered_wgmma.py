@@ -34,10 +34,10 @@ CONFIG = Config(ROWS, 1, KEYS, 2, THREADS // 32, "wgmma")
 CUT = 32  # tiles that a program of `_cut` writes at a time
 
 
-def is_likelier(w: ListedMask, call: AttentionCall) -> bool:
-    """Return whether such tiles can run the call here, and are likely to be the fastest."""
-    device = w.mask.columns.device
-    return not (attention_wgmma.unsupported(call.problem, device) or unsupported_lists(w, call))
+def unsupported(w: ListedMask, call: AttentionCall) -> str | None:
+    """Return why such tiles cannot run the call here, or None."""
+    reason = attention_wgmma.unsupported(call.problem, w.mask.columns.device)
+    return reason or unsupported_lists(w, call)
 
 
 def unsupported_lists(w: ListedMask, call: AttentionCall) -> str | None:

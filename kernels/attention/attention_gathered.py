@@ -61,7 +61,7 @@ SMALL_BLOCK_TILES = [TILES[2], TILES[0], TILES[1]]  # two stages: 2.22 instead o
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
     tiles = SMALL_BLOCK_TILES if call.shape.block[1] <= SMALL_BLOCK else TILES
-    by_wgmma = [_gathered_wgmma.CONFIG] if _gathered_wgmma.is_likelier(w, call) else []
+    by_wgmma = [] if _gathered_wgmma.unsupported(w, call) else [_gathered_wgmma.CONFIG]
     return [*by_wgmma, *configurations(w, call, tiles, 1)]
 
 
@@ -71,7 +71,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     Launches of a plan with the path "wgmma" must not overlap. Raises Unsupported.
     """
     by_wgmma = config.path == "wgmma"
-    refuse(_gathered_wgmma.unsupported_lists(w, call) if by_wgmma else None)
+    refuse(_gathered_wgmma.unsupported(w, call) if by_wgmma else None)
     refuse_path(w, call, config.path)
     shape, device = call.shape, w.mask.columns.device
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]

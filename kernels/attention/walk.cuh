@@ -65,12 +65,14 @@ struct Sizes {
 
 // GATHERED: where the entries of a tile are in shared memory. Those of a tile are read until the
 // first scores of the next one, so three tiles take turns.
-struct Entries {
+constexpr int TURNS = 3;
+struct EntryPlace {
   u32 tile;
-  int number;
+  int turn;
   __device__ __forceinline__ void advance() {
-    tile += number == 2 ? -2 * ROWS * 4 : ROWS * 4;
-    number = number == 2 ? 0 : number + 1;
+    const bool last = turn == TURNS - 1;
+    tile += last ? (1 - TURNS) * ROWS * 4 : ROWS * 4;
+    turn = last ? 0 : turn + 1;
   }
 };
 
@@ -143,7 +145,7 @@ __device__ __forceinline__ int query_of(int entry, const Sizes& sizes) {
 
 // Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent.
 __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, int tiles, Buffer q,
-                                       Entries entries, int half) {
+                                       EntryPlace entries, int half) {
   constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = 32 / PIECES;  // pieces of a row, rows
   const int lane = threadIdx.x % 32, piece = lane % PIECES;
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
@@ -209,7 +211,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, c
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
                                          const Parts& parts, Slots ring, Buffer q, int group,
-                                         int tiles, Entries entries) {
+                                         int tiles, EntryPlace entries) {
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
@@ -363,7 +365,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
                                      Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
-  __shared__ int entries[3][GATHERED ? ROWS : 1];
+  __shared__ int entries[TURNS][GATHERED ? ROWS : 1];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -390,7 +392,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free
-    const Entries first{smem_address(entries), 0};
+    const EntryPlace first{smem_address(entries), 0};
     if (warp < GROUPS) producer(maps, lists, sizes, parts, ring, q, group, tiles, first);
 #if GATHERED
     else if (warp < 3) gather(lists, sizes, tiles, q, first, warp - 1);

@@ -43,9 +43,9 @@ from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm
 from sparsebench.kernels.dense._gemm import DenseProduct, agrees, fastest_way, runs
 
-ATTRIBUTE = "_sparsebench_dense"  # of a bitmap: its copy
+ATTRIBUTE = "_sparsebench_dense"  # of a weight in bitmap or CSR: its copy
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
-MOST_BYTES = 32 * 2**20  # of the copy of a weight in blocks
+MOST_BYTES = 32 * 2**20  # of the copy of a weight in blocks; CSR takes every copy up to it
 COPY = 2  # most bytes of a larger copy, relative to those of CSR
 COPIED = *HALVES, torch.float32
 
@@ -56,7 +56,8 @@ class DenseConfig:
 
     padded     torch's product of X padded to so many tokens; 0: as it is
     algorithm  of a direct call of cuBLASLt; None: torch's product
-    columns    whether the copy is stored column by column
+    columns    whether the copy is stored column by column; False only for blocks, whose products
+               are neither padded nor called directly
     """
 
     padded: int = 0
@@ -94,7 +95,7 @@ def dtype_of(w: Bitmap | Csr) -> torch.dtype:
     return w.values.dtype if isinstance(w, Csr) else w.dtype
 
 
-def is_copied(w: Csr) -> bool:
+def takes_copy(w: Csr) -> bool:
     """Return whether a weight in CSR takes a dense copy."""
     size = w.shape[0] * w.shape[1] * w.values.itemsize
     return size <= max(MOST_BYTES, COPY * w.stored_bytes)
@@ -146,6 +147,7 @@ def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> 
     """Make the dense copy, unless there is one. Raises Unsupported."""
     fp8 = dtype_of(w) == DTYPES["fp8"]
     refuse("dense: expected fp16, bf16 or fp32, because torch multiplies no fp8" if fp8 else None)
+    refuse(None if config.columns else "dense: expected columns=True, found False")
     dense = dense_copy(w)
     if config.algorithm:
         return Product(_cublaslt.bind_weight(dense, config.algorithm, call.m))
@@ -193,6 +195,8 @@ def layouts(w: Bsr, call: BsrCall) -> list[DenseConfig]:
 def plan_blocks(w: Bsr, call: BsrCall, config: DenseConfig) -> Product:
     """Plan torch's product with the copy that `pack` makes of the values. Raises Unsupported."""
     refuse(unsupported_call(call))
+    if replace(config, columns=True) != DenseConfig():
+        refuse(f"dense copy of blocks: expected padded=0 and algorithm=None, found {config}")
 
     def pack(values: Tensor) -> Tensor:
         return copy_of(replace(w, values=values), columns=config.columns)

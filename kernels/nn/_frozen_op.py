@@ -28,7 +28,7 @@ from sparsebench.kernels._common.unstructured import UnstructuredCall, operator_
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma, bitmap_pairs
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._dense_copy import OF_BITMAP, OF_CSR, dense_copy, dtype_of, is_copied
+from sparsebench.kernels.nn._dense_copy import OF_BITMAP, OF_CSR, dense_copy, dtype_of, takes_copy
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -40,8 +40,9 @@ FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096
 # From ELEMENTS on, bitmap_pairs was faster than cuBLAS up to so many tokens, by the largest share
 # of the dense bytes that a bitmap may have. 5120 rows were enough (70 % zeros), 4096 not (50 %).
 PAIRS_TOKENS, PAIRS_ROWS = {0.45: 64, BYTES: 48}, 5120
-# In fp32 csr_cuda was faster than cuBLAS at 80 % zeros in one of three layers with 1,024 tokens
-# (H200), in 16 bits in none up to 98 %.
+# CSR runs its dense copy first if it stores more than this part of W, or 16 bits. In fp32 csr_cuda
+# was faster than cuBLAS at 80 % zeros in one of three layers with 1,024 tokens (H200), in 16 bits
+# in none up to 98 %.
 DENSER = 0.2
 
 
@@ -132,7 +133,7 @@ def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
 
 def _of_csr(w: Csr) -> Sequence[Engine]:
     """Return the engines of a weight in CSR, the likeliest first."""
-    if not is_copied(w):
+    if not takes_copy(w):
         return CSR[:1]
     dense_first = w.values.itemsize == 2 or len(w.values) > DENSER * w.shape[0] * w.shape[1]
     return CSR[::-1] if dense_first else CSR

@@ -124,7 +124,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         recordings, guards = _recordings_of(w, _spense_op.signature_of(None)), _guards(w)
         return _spense_op.multiply_recorded(recordings, x, w, None, None, guards, training=training)
     if isinstance(w, Bitmap):
-        return linear(x, _copied(w)) if training or is_traced() else _frozen(x, w)
+        return linear(x, _dense_weight(w)) if training or is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
         if not x.is_cuda:
             return linear(x, w.to_dense())
@@ -207,8 +207,8 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} like W, found {x.device}")
 
 
-_copied: Callable[[Bitmap], Tensor]
-_copied = torch.compiler.disable(dense_copy)  # looks up the copy
+_dense_weight: Callable[[Bitmap], Tensor]
+_dense_weight = torch.compiler.disable(dense_copy)  # looks up the copy
 
 
 # ---- named kernels ----

@@ -318,7 +318,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def untested() -> str | None:
-    """Return which versions of transformers were tested, if this is none of them."""
+    """Return why sparse layers were not tested with the transformers here, or None."""
     tested = " to ".join(".".join(map(str, each)) for each in TESTED)
     try:
         present = version("transformers")

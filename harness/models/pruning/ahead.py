@@ -52,8 +52,8 @@ MOST = 2**16  # tokens of a call, in a file and on the command line
 def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
     """Plan the layers that are on a GPU for these numbers of tokens, without a search.
 
-    By default one layer of each kind, for the powers of two. One line says which layers no kernel
-    runs on this GPU.
+    By default one layer of each kind is planned, for the powers of two; with `tokens`, one of each
+    kind and all in blocks. One line says which layers no kernel runs on this GPU.
     """
     counts = sorted({bucket(m) for m in (POWERS if tokens is None else tokens)})
     layers = kinds_of(model)
@@ -200,7 +200,8 @@ def _header(file: Path) -> dict[str, Any]:
         first = text.readline()
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         header: dict[str, Any] = json.loads(first)[choices.HEADER]
-        if all(isinstance(m, int) and 0 < m <= MOST for m in header["tokens"]):
+        tokens = header["tokens"]
+        if tokens and all(isinstance(m, int) and 0 < m <= MOST for m in tokens):
             return header
     raise FormatError(f"expected a first line with {choices.HEADER!r}, found {first[:60]!r}")
 

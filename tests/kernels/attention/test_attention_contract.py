@@ -273,8 +273,7 @@ def test_scores_that_rise_along_a_list_are_right_on_a_cpu(name, case, monkeypatc
 
 def gather_by_wgmma(patch: pytest.MonkeyPatch) -> None:
     """Let attention_gathered run by wgmma on a CPU, as on a Hopper."""
-    is_likelier = lambda w, call: not _gathered_wgmma.unsupported_lists(w, call)  # noqa: E731
-    patch.setattr(_gathered_wgmma, "is_likelier", is_likelier)
+    patch.setattr(_gathered_wgmma, "unsupported", _gathered_wgmma.unsupported_lists)
 
 
 @needs_gxx
