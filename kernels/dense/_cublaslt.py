@@ -9,7 +9,7 @@ heuristics for other numbers of rows of `a`: an algorithm for 32 tokens also com
 rest of its tile empty, and is sometimes faster than those proposed for 16. No operand is padded for
 that. `combined` adds combinations that the heuristics never propose.
 
-`bind_weight` multiplies any X by a weight that stays; a call may be recorded (front.py).
+`bind_weight` multiplies any X by weights of one shape; a call may be recorded (front.py).
 
 An Algorithm is the nine fields from which the library finds it again. Every call is built from
 them, also in a search: a process that has the fields makes the same call.
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import scratch
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import LibraryCall, on_tape
 from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
@@ -204,20 +205,18 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     return run
 
 
-def bind_weight(
-    w: Tensor, algorithm: Algorithm, most: int
-) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """Return a call (X [m, k], out [m, n] or None) -> X @ W.T for W [n, k], m up to `most`.
+def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Callable[..., Tensor]:
+    """Return a call (X [m, k], W, out [m, n] or None) -> X @ W.T for W [n, k], m up to `most`.
 
-    W is stored by rows or by columns. X has rows of any stride. Calls must run one after the other
-    on the device, because they share a workspace. Raises Unsupported if the library cannot be
-    called, or does not accept the algorithm for one row and for `most`; a call, for its own.
+    A call's W has the sizes, the strides and the alignment of this one. X has rows of any stride.
+    Raises Unsupported if the library cannot be called, or does not accept the algorithm for one row
+    and for `most`; a call, for its own.
     """
     if reason := unavailable():
         raise Unsupported(f"cuBLASLt called directly: {reason}")
     from nvmath.bindings import cublasLt
 
-    def built(x: Tensor, y: Tensor) -> tuple[tuple[int, ...], Any, int]:
+    def built(x: Tensor, w: Tensor, y: Tensor) -> tuple[tuple[int, ...], Any, int]:
         if (result := _built(gemm := Gemm(x, w.t(), y), algorithm)) is None:
             accepted = f"cuBLASLt {version()} does not accept {asdict(algorithm)}"
             raise Unsupported(f"{accepted} for {len(x)} rows of {list(w.t().shape)}")
@@ -226,21 +225,18 @@ def bind_weight(
     handle, address, factors = _handle(w.device), _address(), np.array([1, 0], np.float32)
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     y, x = (w.new_empty(most, side) for side in w.shape)
-    plans = {(m, x.stride(0)): built(x[:m], y[:m]) for m in {1, most}}
-    most_bytes = max(size for *_, size in plans.values())
-    room = torch.empty(max(most_bytes, 1), dtype=torch.uint8, device=w.device)
-    alive = w, room, factors, plans  # what calls point to
+    plans = {(m, x.stride(0)): built(x[:m], w, y[:m]) for m in {1, most}}
 
-    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
         if (key := (x.shape[0], x.stride(0))) not in plans:
-            plans[key] = built(x, y)
+            plans[key] = built(x, w, y)
         (operation, of_w, of_x, of_y, _), algo, size = plans[key]
-        if size > room.numel():
-            raise Unsupported(f"expected a workspace of {room.numel()} bytes, found {size}")
-        at_y = y.data_ptr()
+        room = scratch.workspace(x, -(-size // 4))
+        alive = w, room, factors, plans  # what the call points to
+        at_y, at_room = y.data_ptr(), 0 if room is None else room.data_ptr()
         before = handle, operation, one, w.data_ptr(), of_w, x.data_ptr(), of_x, zero
-        words = *before, at_y, of_y, at_y, of_y, algo.ptr, room.data_ptr(), room.numel()
+        words = *before, at_y, of_y, at_y, of_y, algo.ptr, at_room, size
         cublasLt.matmul(*words, torch.cuda.current_stream(w.device).cuda_stream)
         if is_capturing(y):
             keep(alive)
@@ -250,7 +246,6 @@ def bind_weight(
     return run
 
 
-@cache
 def _address() -> int:
     """Return the address of cublasLtMatmul in the loaded library. Raises Unsupported."""
     name = f"libcublasLt.so.{version() // 10_000}"

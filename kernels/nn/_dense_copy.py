@@ -4,7 +4,8 @@
             slower for fewer tokens (NOTES.md); or a direct call of cuBLASLt, for which a search
             times what the dense baseline times (dense/_gemm.py)
     csr     the same, unless the copy has more than MOST_BYTES and COPY times the bytes of W
-    blocks  small layers, in which launches and loads of X take more time than W: torch's product
+    blocks  small layers, in which launches and loads of X take more time than W: torch's product,
+            or a direct call
 
 The copy stays beside the packed weight. It is stored row by row, or column by column, which cuBLAS
 often prefers. That of blocks has MOST_BYTES at most. The kernels of blocks reached these parts of
@@ -88,6 +89,28 @@ def multiply(x: Tensor, dense: Tensor, out: Tensor | None = None, *, padded: int
     return y if out is None else out.copy_(y)
 
 
+def direct_choices(dense: Tensor, m: int) -> Iterator[DenseConfig]:
+    """Yield the fastest direct calls for a weight by columns, which the baseline's search times.
+
+    They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
+    a multiple of 256; a call that is wrong for such an X is left out.
+    """
+    if dense.dtype == DTYPES["fp8"] or _cublaslt.unavailable():
+        return
+    (n, k), shift = dense.shape, ALIGNMENT // dense.itemsize
+    memory = torch.randn(m * k + shift, device=dense.device).to(dense.dtype)
+    x, shifted = (memory[start : start + m * k].view(m, k) for start in (0, shift))
+    right, out = torch.mm(shifted, dense.T), x.new_empty(m, n)
+    for choice in finalists(fastest_way(DenseProduct(x, dense.T, out, weight=False)).candidates):
+        if "algorithm" in choice:
+            config = DenseConfig(algorithm=choice["algorithm"])
+            assert config.algorithm is not None
+            direct = _cublaslt.bind_weight(dense, config.algorithm, m)
+            poison(out)
+            if runs(partial(direct, shifted, dense, out)) and agrees(out, right):
+                yield config
+
+
 # ---- bitmap and CSR ----
 
 
@@ -121,26 +144,10 @@ def torch_choices(w: Bitmap | Csr, call: UnstructuredCall) -> list[DenseConfig]:
 
 
 def dense_choices(w: Bitmap | Csr, call: UnstructuredCall) -> Iterator[DenseConfig]:
-    """Yield torch's products, and then the fastest direct calls, which the baseline's search times.
-
-    They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
-    a multiple of 256; a call that is wrong for such an X is left out.
-    """
+    """Yield torch's products, and then direct calls."""
     yield from torch_choices(w, call)
-    dtype = dtype_of(w)
-    if not w.offsets.is_cuda or dtype == DTYPES["fp8"] or _cublaslt.unavailable():
-        return
-    dense, (n, k), shift = dense_copy(w), w.shape, ALIGNMENT // dtype.itemsize
-    memory = torch.randn(call.m * k + shift, device=dense.device).to(dtype)
-    x, shifted = (memory[start : start + call.m * k].view(call.m, k) for start in (0, shift))
-    right, out = torch.mm(shifted, dense.T), x.new_empty(call.m, n)
-    for choice in finalists(fastest_way(DenseProduct(x, dense.T, out, weight=False)).candidates):
-        if "algorithm" in choice:
-            config = DenseConfig(algorithm=choice["algorithm"])
-            run = partial(plan_dense(w, call, config).run, shifted, out=out)
-            poison(out)
-            if runs(run) and agrees(out, right):
-                yield config
+    if w.offsets.is_cuda:
+        yield from direct_choices(dense_copy(w), call.m)
 
 
 def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> Product:
@@ -150,7 +157,8 @@ def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> 
     refuse(None if config.columns else "dense: expected columns=True, found False")
     dense = dense_copy(w)
     if config.algorithm:
-        return Product(_cublaslt.bind_weight(dense, config.algorithm, call.m))
+        direct = _cublaslt.bind_weight(dense, config.algorithm, call.m)
+        return Product(lambda x, out=None: direct(x, dense, out))
 
     def run(x: Tensor, out: Tensor | None = None) -> Tensor:
         keep(dense)  # a write to W replaces the copy, which a captured graph still reads
@@ -187,21 +195,38 @@ def unsupported_call(call: BsrCall) -> str | None:
 
 
 def layouts(w: Bsr, call: BsrCall) -> list[DenseConfig]:
-    """Return both layouts of the copy. Raises Unsupported."""
+    """Return torch's product with both layouts of the copy. Raises Unsupported."""
     refuse(unsupported_call(call))
     return [DenseConfig(), DenseConfig(columns=False)]
 
 
+def block_choices(w: Bsr, call: BsrCall) -> Iterator[DenseConfig]:
+    """Yield torch's products, and then direct calls, timed on a weight of random values."""
+    yield from layouts(w, call)
+    if w.offsets.is_cuda:
+        n, k = call.shape
+        values = torch.randn(k, n, device=w.offsets.device).to(call.dtype)
+        yield from direct_choices(values.T, call.m)
+
+
 def plan_blocks(w: Bsr, call: BsrCall, config: DenseConfig) -> Product:
-    """Plan torch's product with the copy that `pack` makes of the values. Raises Unsupported."""
+    """Plan a product with the copy that `pack` makes of the values. Raises Unsupported."""
     refuse(unsupported_call(call))
-    if replace(config, columns=True) != DenseConfig():
-        refuse(f"dense copy of blocks: expected padded=0 and algorithm=None, found {config}")
+    padded = f"expected padded=0 for a weight in blocks, found {config.padded}"
+    refuse(f"dense copy: {padded}" if config.padded else None)
+    rows = config.algorithm and not config.columns
+    refuse("dense copy: expected columns=True with an algorithm, found False" if rows else None)
 
     def pack(values: Tensor) -> Tensor:
         return copy_of(replace(w, values=values), columns=config.columns)
 
-    return Product(multiply, pack=pack, order=("dense", config.columns))
+    order = "dense", config.columns
+    if config.algorithm is None:
+        return Product(multiply, pack=pack, order=order)
+    n, k = call.shape
+    like = torch.empty(k, n, dtype=call.dtype, device=w.offsets.device).T
+    direct = _cublaslt.bind_weight(like, config.algorithm, call.m)
+    return Product(direct, pack=pack, order=order)
 
 
 OF_BLOCKS = Engine(
@@ -210,7 +235,8 @@ OF_BLOCKS = Engine(
     device="any",
     name="dense",
     config=DenseConfig,
-    choices=layouts,
+    choices=block_choices,
+    closed=layouts,
     plan=plan_blocks,
     bind=_call.bind,
 )

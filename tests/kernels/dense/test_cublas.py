@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common import cuda, scratch
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison, sum_scale
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
@@ -303,6 +303,7 @@ def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_weight_is_multiplied_by_any_x_up_to_the_most_tokens(columns: bool, monkeypatch) -> None:
     monkeypatch.setattr(_cublaslt, "_address", lambda: 1)
+    monkeypatch.setattr(scratch, "_stream", lambda _: 0)
     n, k, most = 24, 16, 20
     w = torch.randn(n, k)
     w = w.T.contiguous().T if columns else w
@@ -312,9 +313,9 @@ def test_a_weight_is_multiplied_by_any_x_up_to_the_most_tokens(columns: bool, mo
             for x in (torch.randn(m, k), torch.randn(m, 2 * k)[:, :k]):
                 y = torch.full((m, n), float("nan"))
                 with cuda.taping() as tape:
-                    assert run(x, y) is y
+                    assert run(x, w, y) is y
                 torch.testing.assert_close(y, x @ w.T)
-                torch.testing.assert_close(run(x), y)
+                torch.testing.assert_close(run(x, 2 * w), 2 * y)
                 (call,) = tape.launches
                 words = struct.unpack("16Q", call.arguments)
                 addresses = w.data_ptr(), x.data_ptr(), y.data_ptr(), y.data_ptr(), 0
