@@ -57,7 +57,6 @@ template <int REGISTERS> void setmaxnreg_dec() {}
 
 // ---- flags and words ----
 
-
 static void store_flag(u32 to, u32 flag, int cta) { of_cluster(cta).dynamic[to] = flag; }
 template <int FLAGS> u32 load_flags(u32 at) {
   others_first();

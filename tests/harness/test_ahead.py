@@ -199,6 +199,7 @@ def test_what_no_kernel_computes_is_said_and_the_rest_is_written(layer, checkpoi
         ("version", "expected version .*, found 0.1"),
         ("layers", "expected layers .*, found 0123"),
         ("tokens", "expected a first line with 'tuned'"),
+        ("no tokens", "expected a first line with 'tuned'"),
         ("empty", "expected a first line with 'tuned', found ''"),
         ("nested", r"expected a first line with 'tuned', found '\[\[\["),
     ],
@@ -211,7 +212,7 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
     first, *rest = file.read_text().splitlines()
     header = json.loads(first)["tuned"]
     header |= {"version": {"version": "0.1"}, "layers": {"layers": "0123"}}.get(change, {})
-    header |= {"tokens": "many"} if change == "tokens" else {}
+    header |= {"tokens": {"tokens": "many"}, "no tokens": {"tokens": []}}.get(change, {})
     file.write_text("\n".join([json.dumps({"tuned": header}), *rest, ""]) * (change != "empty"))
     if change == "nested":
         file.write_text("[" * 100_000)

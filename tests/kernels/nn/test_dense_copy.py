@@ -1,8 +1,12 @@
-"""The dense copy of a frozen weight: small ones in blocks."""
+"""The dense copy of a frozen weight in blocks, and what no copy does."""
 
 import pytest
 import torch
 
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import _dense_copy
 from sparsebench.kernels.nn._dense_copy import DenseConfig
@@ -33,3 +37,13 @@ def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None
     call = BsrCall("linear", 64, (1000, 1000), (10, 10), BF16, live=False)
     assert _dense_copy.unsupported_call(call) is None
     assert reason in _dense_copy.unsupported_call(call._replace(**change))
+
+
+def test_a_configuration_of_another_format_is_refused() -> None:
+    dense = torch.ones(16, 32, dtype=BF16)
+    call = BsrCall("linear", 8, (16, 32), (8, 8), BF16, live=False)
+    with pytest.raises(Unsupported, match=r"expected padded=0.*, found .*padded=128"):
+        _dense_copy.plan_blocks(Bsr.from_dense(dense, block=8), call, DenseConfig(128))
+    by_rows = Bitmap.from_dense(dense), UnstructuredCall("linear", 8), DenseConfig(columns=False)
+    with pytest.raises(Unsupported, match="expected columns=True, found False"):
+        _dense_copy.plan_dense(*by_rows)
