@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from sparsebench.errors import Unsupported
+from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import _dense_copy
 from sparsebench.kernels.nn._dense_copy import DenseConfig
@@ -33,3 +36,11 @@ def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None
     call = BsrCall("linear", 64, (1000, 1000), (10, 10), BF16, live=False)
     assert _dense_copy.unsupported_call(call) is None
     assert reason in _dense_copy.unsupported_call(call._replace(**change))
+
+
+def test_a_choice_of_a_smaller_weight_makes_no_larger_copy(monkeypatch) -> None:
+    w, call, config = Csr.from_dense(torch.eye(64)), UnstructuredCall("linear", 8), DenseConfig()
+    _dense_copy.plan_dense(w, call, config)
+    monkeypatch.setattr(_dense_copy, "MOST_BYTES", 2**10)
+    with pytest.raises(Unsupported, match="copy of 1024 bytes or 2 times those of W"):
+        _dense_copy.plan_dense(w, call, config)
