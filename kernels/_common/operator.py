@@ -276,7 +276,8 @@ class Operator:
         """
         if (selected := self._from_lists(call, problem, stores)) is not None:
             return selected
-        entries = chain.from_iterable(choices.items() for choices in stores.values())
+        # At once, because other threads add choices.
+        entries = [*chain.from_iterable(choices.items() for choices in stores.values())]
         if neighbour := self._candidates_of(call, lists.nearest(problem, entries)):
             with suppress(Unsupported):
                 return plan_first([neighbour], "nearest", problem)

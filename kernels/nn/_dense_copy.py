@@ -152,9 +152,12 @@ def dense_choices(w: Bitmap | Csr, call: UnstructuredCall) -> Iterator[DenseConf
 
 def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> Product:
     """Make the dense copy, unless there is one. Raises Unsupported."""
-    fp8 = dtype_of(w) == DTYPES["fp8"]
+    fp8, copied = dtype_of(w) == DTYPES["fp8"], isinstance(w, Bitmap) or takes_copy(w)
     refuse("dense: expected fp16, bf16 or fp32, because torch multiplies no fp8" if fp8 else None)
     refuse(None if config.columns else "dense: expected columns=True, found False")
+    # The nearest choice of a list may be that of a weight of a fourth of the elements.
+    expected = f"dense: expected a copy of {MOST_BYTES} bytes or {COPY} times those of W at most"
+    refuse(None if copied else f"{expected}, found more")
     dense = dense_copy(w)
     if config.algorithm:
         direct = _cublaslt.bind_weight(dense, config.algorithm, call.m)

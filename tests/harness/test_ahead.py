@@ -148,6 +148,9 @@ def test_all_layers_in_blocks_are_planned_for_the_tokens_of_a_file(
     planning.plan_ahead(model)
     assert not layers[1].planned
     assert compilations == ["front.cpp", "front.cpp"]
+    layers[0].planned.clear()
+    planning.plan_ahead(model, ())
+    assert not layers[0].planned
 
 
 def test_layers_that_no_kernel_runs_are_said_when_they_are_loaded(layer, checkpoint, monkeypatch):

@@ -147,6 +147,23 @@ def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cac
     assert operator(m=96, op="bsr.dgrad").select(1).by == "model"
 
 
+def test_another_model_may_bring_choices_while_the_nearest_is_found(gpu: Path, monkeypatch) -> None:
+    choice = {"kernel": "small", "tokens": 64}
+    monkeypatch.setattr(lists, "_CHECKPOINTS", {lists.key(PROBLEM): choice})
+    nearest = lists.nearest
+
+    def interrupted(problem: Any, entries: Any) -> Any:
+        def each() -> Iterator[Any]:
+            for entry in entries:
+                lists.add({lists.key({**PROBLEM, "m": 4096}): choice})
+                yield entry
+
+        return nearest(problem, each())
+
+    monkeypatch.setattr(lists, "nearest", interrupted)
+    assert operator(m=96).select(1).by == "nearest"
+
+
 def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cache, monkeypatch):
     assert operator(m=128).select(1, timed).choice["tokens"] == 64
     trials = Trial(1.0), Trial(2.0)

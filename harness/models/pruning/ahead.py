@@ -62,7 +62,7 @@ def plan_ahead(model: nn.Module, tokens: Iterable[int] | None = None) -> None:
             pool.submit(front_type)  # c++ takes 25 s, once on a machine: a first call would wait
         for layer in layers:  # compiles
             reasons = [*pool.map(partial(_plan, layer), [[m] for m in counts])]
-            if all(reasons):
+            if reasons and all(reasons):
                 warnings.warn(f"{type(layer).__name__}: {reasons[0]}", stacklevel=2)
         if tokens is not None:
             layers = [layer for _, layer in _layers_on_gpus(model)]

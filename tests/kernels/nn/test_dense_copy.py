@@ -6,6 +6,7 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import _dense_copy
@@ -42,8 +43,16 @@ def test_a_large_weight_or_one_that_trains_is_not_copied(change, reason) -> None
 def test_a_configuration_of_another_format_is_refused() -> None:
     dense = torch.ones(16, 32, dtype=BF16)
     call = BsrCall("linear", 8, (16, 32), (8, 8), BF16, live=False)
-    with pytest.raises(Unsupported, match=r"expected padded=0.*, found .*padded=128"):
+    with pytest.raises(Unsupported, match=r"expected padded=0 .*, found 128"):
         _dense_copy.plan_blocks(Bsr.from_dense(dense, block=8), call, DenseConfig(128))
     by_rows = Bitmap.from_dense(dense), UnstructuredCall("linear", 8), DenseConfig(columns=False)
     with pytest.raises(Unsupported, match="expected columns=True, found False"):
         _dense_copy.plan_dense(*by_rows)
+
+
+def test_a_choice_of_a_smaller_weight_makes_no_larger_copy(monkeypatch) -> None:
+    w, call, config = Csr.from_dense(torch.eye(64)), UnstructuredCall("linear", 8), DenseConfig()
+    _dense_copy.plan_dense(w, call, config)
+    monkeypatch.setattr(_dense_copy, "MOST_BYTES", 2**10)
+    with pytest.raises(Unsupported, match="copy of 1024 bytes or 2 times those of W"):
+        _dense_copy.plan_dense(w, call, config)
