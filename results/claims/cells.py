@@ -29,6 +29,7 @@ from sparsebench.results.run.provenance import Choices, choices_of, commit_of
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import dense_choice
 from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.noise import Reliability
 
@@ -342,7 +343,7 @@ def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any
 def _fastest(lines: list[Line]) -> Line:
     """Return the line with the shortest time; one whose portfolio chose dense only as a last."""
     ran = [line for line in lines if line["status"] == Status.OK]
-    return min(ran, key=lambda line: ("dense, " in line["chosen"], line["median_us"]))
+    return min(ran, key=lambda line: (bool(dense_choice(line["chosen"])), line["median_us"]))
 
 
 def _reasons(lines: Iterable[Line]) -> str:

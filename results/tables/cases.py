@@ -65,6 +65,7 @@ SUMMARY = [
 ]
 # Weights from a file count as the requested level up to this relative difference of density.
 OTHER_LEVEL = 0.01
+DENSE = "dense, "  # begins the choice of a dense kernel
 
 
 def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
@@ -158,9 +159,15 @@ def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
+def dense_choice(chosen: str) -> str:
+    """Return A or B if a portfolio's processes chose "dense, A or dense, B", and "" if none did."""
+    choices = (choice for choice in chosen.split(" or ") if choice.startswith(DENSE))
+    return " or ".join(choice.removeprefix(DENSE) for choice in choices)
+
+
 def chose_dense(cases: pd.DataFrame) -> pd.Series:
     """Return in which cases a portfolio chose a dense kernel, so that no sparse format won."""
-    return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
+    return cases.chosen.map(dense_choice).astype(bool)
 
 
 def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,9 +205,9 @@ def _level(case: Mapping[str, Any]) -> float:
 
 def _ran(label: str, chosen: str) -> str:
     """Name what ran: the label, with the kernel that a portfolio chose, dense kernels first."""
-    if not chosen.startswith("dense, "):
+    if not chosen.startswith(DENSE):
         return f"{label} (chosen: {chosen})" if chosen else label
-    return f"{chosen.replace(', ', '/', 1)} (chosen by {label})"
+    return f"{chosen.replace(DENSE, 'dense/')} (chosen by {label})"
 
 
 def _with_common_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:

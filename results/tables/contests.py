@@ -32,7 +32,7 @@ from sparsebench.results.model_shapes import model_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.statistics.ratio import ratio_over
-from sparsebench.results.tables.cases import CONTEST, chose_dense, uncertainty
+from sparsebench.results.tables.cases import CONTEST, chose_dense, dense_choice, uncertainty
 from sparsebench.results.tables.families import DEFAULT, OF_MASKS, by_default, is_ours
 from sparsebench.results.tables.frame import records, with_objects
 
@@ -163,8 +163,7 @@ def _names(cases: pd.DataFrame) -> pd.Series:
     A contender without a kernel runs the kernel that a layer would choose, and has its name.
     """
     names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
-    chosen = cases.chosen.astype(str).str.partition("dense, ")[2].str.replace("dense, ", "")
-    names = names.where(~chose_dense(cases), chosen)
+    names = names.where(~chose_dense(cases), cases.chosen.map(dense_choice))
     users = cases[cases.kernel == DEFAULT]
     named = [
         by_default(name, json.loads(choice or "{}"))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
-from sparsebench.results.tables.cases import summary
+from sparsebench.results.tables.cases import chose_dense, dense_choice, summary
 from sparsebench.results.tables.frame import fields, frame, to_csv
 
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -278,6 +278,21 @@ def test_a_dense_kernel_that_a_portfolio_chose_has_its_own_name() -> None:
     ):
         cases = summary(frame([row(DENSE, (10.0,)), row(BEST, (5.0,), choice=choice)]))
         assert (cases.label[1], cases.ran[1]) == (BEST.label, ran)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dense"),
+    [
+        ("", ""),
+        ("cvse, ffn_few", ""),
+        ("dense, cublas", "cublas"),
+        ("dense, cublas or dense, ffn_dense_triton", "cublas or ffn_dense_triton"),
+        ("cvse, ffn_few or dense, cublas", "cublas"),
+    ],
+)
+def test_the_dense_kernels_are_those_of_any_process(chosen: str, dense: str) -> None:
+    assert dense_choice(chosen) == dense
+    assert [*chose_dense(pd.DataFrame({"chosen": [chosen]}))] == [bool(dense)]
 
 
 def test_a_cell_of_a_csv_is_text_and_no_formula(tmp_path: Path) -> None:
