@@ -126,7 +126,9 @@ class _Environment(_Typed):
     versions: dict[str, str | None] = {}
     commit: str | None = None
     dirty: bool | None = None
-    ceilings: Annotated[_Ceilings | None, BeforeValidator(lambda each: each or None)] = None
+    ceilings: Annotated[_Ceilings | None, BeforeValidator(lambda each: each or None)] = (
+        None  # a CPU: {}
+    )
     devices: list[dict[str, Any]] = []
     plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
