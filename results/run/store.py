@@ -126,9 +126,7 @@ class _Environment(_Typed):
     versions: dict[str, str | None] = {}
     commit: str | None = None
     dirty: bool | None = None
-    ceilings: Annotated[_Ceilings | None, BeforeValidator(lambda each: each or None)] = (
-        None  # a CPU: {}
-    )
+    ceilings: Annotated[_Ceilings | None, BeforeValidator(lambda each: each or None)] = None
     devices: list[dict[str, Any]] = []
     plugins: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], _Plugin] = {}
 
