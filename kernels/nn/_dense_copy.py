@@ -57,8 +57,8 @@ class DenseConfig:
 
     padded     torch's product of X padded to so many tokens; 0: as it is
     algorithm  of a direct call of cuBLASLt; None: torch's product
-    columns    whether the copy is stored column by column; False only for blocks, whose products
-               are neither padded nor called directly
+    columns    whether the copy is stored column by column; False only for torch's product with
+               blocks, which is never padded
     """
 
     padded: int = 0
@@ -157,7 +157,8 @@ def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> 
     refuse(None if config.columns else "dense: expected columns=True, found False")
     # The nearest choice of a list may be that of a weight of a fourth of the elements.
     expected = f"dense: expected a copy of {MOST_BYTES} bytes or {COPY} times those of W at most"
-    refuse(None if copied else f"{expected}, found more")
+    (n, k), itemsize = w.shape, dtype_of(w).itemsize
+    refuse(None if copied else f"{expected}, found {n * k * itemsize}")
     dense = dense_copy(w)
     if config.algorithm:
         direct = _cublaslt.bind_weight(dense, config.algorithm, call.m)
