@@ -246,6 +246,7 @@ def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Callable[..., Ten
     return run
 
 
+@cache
 def _address() -> int:
     """Return the address of cublasLtMatmul in the loaded library. Raises Unsupported."""
     name = f"libcublasLt.so.{version() // 10_000}"
