@@ -1,7 +1,8 @@
 """The figures of README.md and of results/published/README.md.
 
-They are the headline and what changed, what users get, GPU time, the captions, the terminal, the list
-of runs, the tables of two cards and the digests. Each function yields what the rows do not give.
+They are the headline and what changed, what users get, GPU time, the captions, the terminal, the
+list of runs, the tables of two cards and the digests. Each function yields the figures that the
+rows do not give.
 """
 
 import gzip
