@@ -151,12 +151,15 @@ def users(page: str) -> Iterator[str]:
         yield f"{len(lines)} cells with a faster kernel: found {len(behind)}"
     for line in lines:
         (run,) = re.findall(r"\((.*?)\)", line[0])
-        of_run = [rest for each, *rest in behind if each == run]
-        if not any(
-            line[5].split()[0] == kernel and takes(line[4], time) and takes(line[6], best)
-            for kernel, time, best in of_run
-        ):
+        cell = run, line[5].split()[0]
+        same = [
+            each
+            for each in behind
+            if each[:2] == cell and takes(line[4], each[2]) and takes(line[6], each[3])
+        ]
+        if not same:
             yield f"{line}"
+        behind = [each for each in behind if each not in same[:1]]
 
 
 def takes(shown: str, us: float) -> bool:
