@@ -33,6 +33,7 @@ class UsersCell:
     best_of_ours: Case | None
 
     def is_behind(self, other: Case | None) -> bool:
+        """Return whether users wait longer than for another case, if there is one."""
         if other is None:
             return False
         return bool(self.users["median_us"] > RATIO * other["median_us"] + SLACK_US)
@@ -46,6 +47,7 @@ def markdown(runs: Mapping[str, PublishedRun]) -> str:
     behind = [(run, cell) for run, cell in cells if cell.is_behind(cell.best)]
     within = f"within {100 * (RATIO - 1):.0f} % + {SLACK_US:g} µs of"
     text = (
+        "A cell is one weight in one format, in a contest of kernels with a cold cache. "
         f"The contender `default` is {within} the best kernel of ours for its format in "
         f"{count} of {len(ours)} cells that name one, and {within} the best of all kernels for its "
         f"format, peers included, in {len(cells) - len(behind)} of {len(cells)}."

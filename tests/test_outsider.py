@@ -96,6 +96,27 @@ def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:
         assert wrong_with(pattern, page, reader) == 1
 
 
+def test_the_outsider_notices_what_differs_in_the_other_tables() -> None:
+    page = PAGE.read_text("utf-8")
+
+    def changes(text: str) -> Iterator[str]:
+        return readme.changes(*(readme.table(text, s) for s in ("question | before", "question")))
+
+    def gpu_time(text: str) -> Iterator[str]:
+        return readme.gpu_time(readme.table(text, "page | runs"))
+
+    for reader, pattern in (
+        (changes, r"Are large blocks faster\? \| ([\d.]+)×"),
+        (changes, r"Are large blocks faster\? \| [\d.]+×[^|]*\| ([\d.]+)×"),
+        (readme.users, r"in (\d+) of \d+ cells that name one"),
+        (readme.users, r"included, in \d+ of (\d+)"),
+        (readme.users, r"\(by default\) \| ([\d.]+) [µm]s"),
+        (gpu_time, r"From which length on\? \| (\d+) \|"),
+        (gpu_time, r"All runs \| \d+ \| (\d+)"),
+    ):
+        assert wrong_with(pattern, page, reader) == 1, pattern
+
+
 def test_the_outsider_notices_a_changed_caption() -> None:
     page = (ROOT / "README.md").read_text("utf-8")
     for pattern in (

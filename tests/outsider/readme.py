@@ -1,7 +1,8 @@
 """The figures of README.md and of results/published/README.md.
 
-They are the headline, the captions, the terminal, the list of runs, the table of two cards and the
-digests. Each function yields the figures that the rows do not give.
+They are the headline and what changed, what users get, GPU time, the captions, the terminal, the
+list of runs, the tables of two cards and the digests. Each function yields the figures that the
+rows do not give.
 """
 
 import gzip
@@ -54,8 +55,9 @@ def published(page: str) -> Iterator[str]:
     """Yield each figure of results/published/README.md that the bundles do not give."""
     yield from headline(table(page, "question"))
     if "| question | before" in page:
-        yield from changed(table(page, "question | before"), table(page, "question"))
-    yield from held(table(page, "page | runs"))
+        yield from changes(table(page, "question | before"), table(page, "question"))
+    yield from users(page)
+    yield from gpu_time(table(page, "page | runs"))
     file = json.loads((ROOT / "results/between_cards.json").read_text())
     shown = {"": file["pooled"], **file["strata"]}
     for name, (sd, freedom) in variation().items():
@@ -106,7 +108,7 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
             yield f"{question} {over}"
 
 
-def changed(lines: list[list[str]], headlines: list[list[str]]) -> Iterator[str]:
+def changes(lines: list[list[str]], headlines: list[list[str]]) -> Iterator[str]:
     """Yield each earlier headline that its run lacks, and each that differs from the one now."""
     current = {line[0]: line for line in headlines}
     for question, before, now, *_ in lines:
@@ -121,7 +123,52 @@ def changed(lines: list[list[str]], headlines: list[list[str]]) -> Iterator[str]
             yield f"{question} {now}"
 
 
-def held(lines: list[list[str]]) -> Iterator[str]:
+def users(page: str) -> Iterator[str]:
+    """Yield what the rows do not give: in how many cells users get the best kernel, and the others.
+
+    A cell has the cases of one weight in one format, as kernels with a cold cache.
+    """
+    every = every_case()
+    here = every[(every.scope == "kernel") & (every.cache == "cold")]
+    of_ours, of_all, behind = [], [], []
+    for (place, *_), cell in here.groupby(["place", "format", here.params.map(json.dumps)]):
+        times = cell.set_index("kernel").median_us.astype(float).sort_values()
+        others = times.drop("default", errors="ignore")
+        if "default" not in times or others.empty:
+            continue
+        within = times["default"] <= 1.03 * others + 0.5
+        of_ours += [*within[within.index.isin(OURS)][:1]]
+        of_all += [within.iloc[0]]
+        if not within.iloc[0]:
+            of_cell = others.index[0], times["default"], others.iloc[0]
+            behind.append((json.loads(place)[0], *of_cell))
+    section = page.partition("## What do users get?")[2].partition("\n## ")[0]
+    counts = [f"{sum(each)} of {len(each)}" for each in (of_ours, of_all)]
+    if (shown := re.findall(r" in (\d+ of \d+)", section)) != counts:
+        yield f"users get the best kernel in {shown}: found {counts}"
+    lines = table(section, "run | problem") if behind else []
+    if len(lines) != len(behind):
+        yield f"{len(lines)} cells with a faster kernel: found {len(behind)}"
+    for line in lines:
+        (run,) = re.findall(r"\((.*?)\)", line[0])
+        cell = run, line[5].split()[0]
+        same = [
+            each
+            for each in behind
+            if each[:2] == cell and takes(line[4], each[2]) and takes(line[6], each[3])
+        ]
+        if not same:
+            yield f"{line}"
+        behind = [each for each in behind if each not in same[:1]]
+
+
+def takes(shown: str, us: float) -> bool:
+    """Return whether a text such as 1.40 ms is a time in µs."""
+    number, unit = shown.split()
+    return agrees(number, us / {"µs": 1, "ms": 1e3}[unit])
+
+
+def gpu_time(lines: list[list[str]]) -> Iterator[str]:
     """Yield each line of the table of GPU time that the runs' own seconds do not give."""
     states = {run: json.loads((HOME / run / "run.json").read_text()) for run in runs()}
     minutes = {run: states[run]["seconds"] / 60 for run in runs() if not run.startswith("cpu/")}
