@@ -1,7 +1,12 @@
 """The dense copy of a frozen weight in blocks, and what no copy does."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
@@ -9,6 +14,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.dense._cublaslt import Algorithm
 from sparsebench.kernels.nn import _dense_copy
 from sparsebench.kernels.nn._dense_copy import DenseConfig
 from tests.kernels.contract import Example, run_engine
@@ -56,3 +62,21 @@ def test_a_choice_of_a_smaller_weight_makes_no_larger_copy(monkeypatch) -> None:
     monkeypatch.setattr(_dense_copy, "MOST_BYTES", 2**10)
     with pytest.raises(Unsupported, match="copy of 1024 bytes or 2 times those of W"):
         _dense_copy.plan_dense(w, call, config)
+
+
+def test_a_direct_call_that_takes_no_single_row_is_left_out(monkeypatch) -> None:
+    refused, accepted = (dict(asdict(Algorithm(number))) for number in (1, 2))
+    lines = [{"choice": {"algorithm": each}, "median_us": 1.0} for each in (refused, accepted)]
+
+    def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Any:
+        if algorithm == Algorithm(1):
+            raise Unsupported("cuBLASLt does not accept it for 1 row")
+        return lambda x, w, out: torch.mm(x, w.T, out=out)
+
+    found = SimpleNamespace(candidates=[{"choice": {}, "median_us": 1.0}, *lines])
+    monkeypatch.setattr(_dense_copy, "fastest_way", lambda product: found)
+    monkeypatch.setattr(_dense_copy, "runs", lambda run: run() is not None)
+    monkeypatch.setattr(_dense_copy._cublaslt, "unavailable", lambda: None)
+    monkeypatch.setattr(_dense_copy._cublaslt, "bind_weight", bind_weight)
+    configs = [*_dense_copy.direct_choices(torch.randn(32, 16).T, 8)]
+    assert configs == [DenseConfig(algorithm=Algorithm(2))]
