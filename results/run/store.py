@@ -24,7 +24,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -303,8 +303,9 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
     numbered = [*enumerate(lines, start=2)]
-    if needed:
-        numbered = _of_problems(numbered, needed)
+    if needed:  # a case that cannot be read is an error below
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            numbered = _of_problems(numbered, needed)
     read = {n: _row(f"{file}: line {n}: ", line, names) for n, line in numbered}
     _each_once(file, read)
     return [*read.values()]
@@ -315,8 +316,7 @@ def _of_problems(
 ) -> list[tuple[int, str]]:
     """Return the lines that `read` needs, by their cases, without parsing the rest of a line.
 
-    A case is the first field that a run writes, and has many lines. A line that begins otherwise
-    stays.
+    A case is the first field, and has many lines. A line that begins otherwise stays.
     """
     places = [line.find(',"status":') if line.startswith(CASE) else -1 for _, line in numbered]
     heads = [line[: max(0, place)] for (_, line), place in zip(numbered, places, strict=True)]
