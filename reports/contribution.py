@@ -118,7 +118,7 @@ def contribute(
     """Check runs of one device, and write their contribution into a new folder.
 
     Raises ResultError for a run that fails a check, has no time, is published already or has the
-    samples of a published one, if the runs are from several devices, and if one is named twice. Then
+    samples of a published one, if the runs are from several devices, or if one is named twice. Then
     nothing is written.
     """
     environments = [store.facts(run)[0] for run in runs]
