@@ -118,13 +118,16 @@ def contribute(
     """Check runs of one device, and write their contribution into a new folder.
 
     Raises ResultError for a run that fails a check, has no time, is published already or has the
-    samples of a published one, and if the runs are from several devices. Then nothing is written.
+    samples of a published one, if the runs are from several devices, or if one is named twice. Then
+    nothing is written.
     """
     environments = [store.facts(run)[0] for run in runs]
     devices = {device_id(environment) for environment in environments}
     if len(devices) != 1:
         raise ResultError(f"expected runs of one device, found {', '.join(sorted(devices))}")
     (card,), gpu = devices, device_name(environments[0])
+    if len({*map(bundle.identity, runs)}) < len(runs):
+        raise ResultError(f"expected different runs, found one twice: {', '.join(map(str, runs))}")
     cards, identities = _published(published, gpu)
     out = out or Path(f"contribution-{folder_name(gpu)}")
     with store.new_directory(out) as fresh:

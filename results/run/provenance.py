@@ -89,7 +89,7 @@ def device_name(environment: Mapping[str, Any]) -> str:
 
 def folder_name(device: str) -> str:
     """Return a device's name for a folder: `nvidia-h100-80gb-hbm3`."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "device"
 
 
 def on_gpu(environment: Mapping[str, Any]) -> bool:

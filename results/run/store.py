@@ -24,7 +24,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -51,6 +51,7 @@ _ROW = TypeAdapter(Row)
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finding = dict[Literal["level", "check", "found", "means", "do"], str]
 
 
 class _Typed(BaseModel):
@@ -96,11 +97,13 @@ class _State(_Typed):
     reproduces: dict[str, Any] = {}
     part: _Part | None = None
     shards: list[_Shard] = []
+    fitness: dict[Literal["before", "during"], list[Annotated[Finding, Field(min_length=5)]]] = {}
 
 
 class _Device(_Typed):
     name: str | None = None
     uuid: str | None = None
+    sm_clock_max_mhz: Rate | None = None
 
 
 class _Plugin(_Typed):
@@ -265,10 +268,8 @@ def neighbour() -> Iterator[None]:
 
 def facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the environment and the state of a run without its rows. Raises ResultError."""
-    return (
-        _read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
-        _read_json(path / "run.json", RUN_SCHEMA, _State),
-    )
+    environment = _read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment)
+    return environment, _read_json(path / "run.json", RUN_SCHEMA, _State)
 
 
 def read(path: Path | str, needed: Callable[[Problem], bool] | None = None) -> StoredRun:
@@ -302,8 +303,9 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
     numbered = [*enumerate(lines, start=2)]
-    if needed:
-        numbered = _of_problems(numbered, needed)
+    if needed:  # a case that cannot be read is an error below
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            numbered = _of_problems(numbered, needed)
     read = {n: _row(f"{file}: line {n}: ", line, names) for n, line in numbered}
     _each_once(file, read)
     return [*read.values()]
@@ -314,8 +316,7 @@ def _of_problems(
 ) -> list[tuple[int, str]]:
     """Return the lines that `read` needs, by their cases, without parsing the rest of a line.
 
-    A case is the first field that a run writes, and has many lines. A line that begins otherwise
-    stays.
+    A case is the first field, and has many lines. A line that begins otherwise stays.
     """
     places = [line.find(',"status":') if line.startswith(CASE) else -1 for _, line in numbered]
     heads = [line[: max(0, place)] for (_, line), place in zip(numbered, places, strict=True)]
@@ -384,15 +385,14 @@ def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
     return _check_types(file, files.from_json(file, schema), model)
 
 
-def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
+def _check_types(file: Path, data: dict[str, Any], model: type[_Typed]) -> dict[str, Any]:
     """Return the data unchanged after checking the types of the fields that are read again."""
     try:
         model.model_validate(data)
     except ValidationError as error:
         first = files.first_error(error)
         raise ResultError(f"{file}: expected the fields of a run; {first}") from error
-    checked: dict[str, Any] = data
-    return checked
+    return data
 
 
 def write_json(file: Path, data: Any) -> None:

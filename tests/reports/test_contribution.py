@@ -179,3 +179,10 @@ def test_a_published_run_is_not_contributed_again(survey: Path, tmp_path: Path) 
         contribute([RECORDED], tmp_path / "out")
     with pytest.raises(ResultError, match="expected runs of one device"):
         contribute([RECORDED, survey / "decide"], tmp_path / "out")
+    with pytest.raises(ResultError, match="expected different runs, found one twice"):
+        contribute([survey / "decide", survey / "screen", survey / "decide"], tmp_path / "out")
+
+
+def test_a_card_whose_name_has_no_letter_of_a_folder_has_one(tmp_path: Path) -> None:
+    made = contribute([recorded(tmp_path / "run", "\u5361")], tmp_path / "out")
+    assert made.runs[0].place.parent == contribution.HOME / "device"

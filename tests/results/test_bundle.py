@@ -219,6 +219,9 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
             ({"seconds": nan}, "seconds: expected a finite number"),
             ({"spent_s": {"timing": -1}}, "spent_s.timing: expected greater"),
             ({"contests": {"done": -1}}, "contests.done: expected greater"),
+            ({"fitness": None}, "fitness: expected"),
+            ({"fitness": {"during": [{"level": "ok"}]}}, "fitness.during.0: expected"),
+            ({"fitness": {"later": []}}, "fitness.later"),
         )
     },
     "a billion processes": (
@@ -448,6 +451,11 @@ def test_a_clock_that_the_board_does_not_report_is_not_required(gpu_run: Path) -
     store.replace_rows(gpu_run, loaded({})(store.rows(gpu_run)))
     write_environment(gpu_run, gpu={"name": "a GPU", "uuid": "GPU-1"})
     assert not any(line.startswith("SM clocks") for line in lines(gpu_run))
+
+
+def test_the_highest_clock_of_a_gpu_is_a_number(gpu_run: Path) -> None:
+    write_environment(gpu_run, gpu=GPU | {"sm_clock_max_mhz": "1980"})
+    assert "gpu.sm_clock_max_mhz: expected" in complaint(gpu_run)
 
 
 @pytest.mark.parametrize(

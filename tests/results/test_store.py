@@ -61,6 +61,15 @@ def test_a_row_has_every_field_and_no_other(run, change, message) -> None:
         store.read(run)
 
 
+@pytest.mark.parametrize(("right", "wrong"), [('"m":', '"m"'), ('"problem"', '"problems"')])
+def test_a_case_that_cannot_be_read_is_an_error_of_its_line_for_chosen_rows(run, right, wrong):
+    file = run / "rows.jsonl"
+    first, *lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([first, lines[0], lines[1].replace(right, wrong, 1)]))
+    with pytest.raises(ResultError, match=r"rows\.jsonl: line 3: expected a row"):
+        store.read(run, lambda problem: False)
+
+
 @pytest.mark.parametrize(("field", "known"), [("late", True), ("draws", False)])
 def test_rows_of_the_previous_schema_lack_only_what_was_added(field, known, run) -> None:
     lines = (run / "rows.jsonl").read_text().replace(ROWS_SCHEMA, "sparsebench/rows@3").splitlines()
