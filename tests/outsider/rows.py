@@ -151,7 +151,7 @@ def cases(run: str) -> pd.DataFrame:
             "label": label_of(contender),
             "chose_dense": (row["choice"] or {}).get("way") == "dense",  # a portfolio
             "fields": sorted(fields.items()),
-            "tokens": str(fields["m"]),
+            "tokens": str(fields.get("m", "")),
             "n × k": f"{fields['n']} × {fields['k']}" if "n" in fields else "",
             "zeros": fields.get("sparsity"),
             "sweep": json.dumps([run, {n: v for n, v in fields.items() if n != "sparsity"}]),
