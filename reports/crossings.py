@@ -181,7 +181,7 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
     for curve in sorted(curves, key=lambda curve: curve.faster_from or inf):
         if curve.method not in PARTS:
             earliest.setdefault(name_of(curve), curve)
-    texts = [f"{name} {when(curve)}" for name, curve in earliest.items()]
+    texts = [f"with {name}, attention {when(curve)}" for name, curve in earliest.items()]
     text = "; ".join(texts) or "no row scores the blocks in the call"
     return f"{text[0].upper()}{text[1:]}."
 

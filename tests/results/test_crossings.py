@@ -161,4 +161,4 @@ def test_lengths_that_are_all_the_shortest_one_have_no_chart() -> None:
     ]
     assert ["<figure" in page for page in pages] == [False, True]
     assert ["<details open>" in page for page in pages] == [True, False]
-    assert presented.finding(always).startswith("Pooled top-k is 1.9")
+    assert presented.finding(always).startswith("With pooled top-k, attention is 1.9")
