@@ -99,4 +99,4 @@ def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
         engine = next(engine for engine in family if engine.name == line["kernel"])
         assert [*engine.candidates(None, None, line["config"])]
     assert len({json.dumps(line["problem"], sort_keys=True) for line in lines}) == len(lines)
-    assert len(file.read_bytes()) < 110_000
+    assert len(file.read_bytes()) < 130_000
