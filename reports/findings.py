@@ -23,7 +23,7 @@ from sparsebench.results.problem_names import problem_name
 from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.contests import in_chain, usual
+from sparsebench.results.tables.contests import in_chain, stored_name, usual
 from sparsebench.results.tables.families import DEFAULT
 from sparsebench.results.tables.frame import fields, records
 from sparsebench.results.tables.grid import Case, Finding, View, outcome_of
@@ -121,7 +121,8 @@ def headline_text(finding: Finding) -> tuple[str, str]:
     if pd.isna(case["gain"]):
         return "", f"{who}, without a dense time"
     word = f", {reason}" if (reason := doubt(case)) else ""
-    dense = f"{case['dense_name']} ({duration(case['dense_us'])})"
+    format_of = "dense, " if case["name"] == case["dense_name"] else ""  # one kernel runs both
+    dense = f"{case['dense_name']} ({format_of}{duration(case['dense_us'])})"
     gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
     beside = "".join(f", {text}" for text in (on_same_zeros(case), _under_load(case)) if text)
     return gain, f"as fast as {dense}{word}{beside}: {who}"
@@ -206,9 +207,18 @@ def kernel_that_ran(case: Mapping[Any, Any]) -> str:
 
 
 def contender_name(case: Mapping[Any, Any]) -> str:
-    """Name a case as every sentence does; a dense kernel that a portfolio chose, with it."""
-    by = f" (by {case['kernel']})" if str(case["chosen"]).startswith("dense, ") else ""
-    return f"{case['name']}{by}"
+    """Name a case as every sentence does.
+
+    A dense kernel that a portfolio chose has the portfolio's name beside it, and a kernel that runs
+    dense weights too has the format.
+    """
+    name = str(case["name"])
+    if str(case["chosen"]).startswith("dense, "):
+        return f"{name} (by {case['kernel']})"
+    if name != case.get("dense_name") or case["side"] == "dense":
+        return name
+    stored = (str(case[field]) for field in ("kind", "tile", "block", "pattern"))
+    return f"{name} ({stored_name(*stored)})"
 
 
 def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:

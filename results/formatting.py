@@ -91,8 +91,10 @@ def interval(low: float, high: float, uncertainty: float = nan) -> str:
 
 
 def plain(value: Any) -> str:
-    """Write a float with four significant digits, and anything else with `str`."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Write a float with four significant digits, a whole one with all, and others with `str`."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else f"{value:.4g}"
+    return str(value)
 
 
 def blocks_text(block: Any) -> str:

@@ -124,6 +124,8 @@ def name_parts(fields: Mapping[Any, Any], names: Iterable[str]) -> dict[str, str
             parts[name] = percent(fields[name])
         elif not (name == "k" and "n" in names):
             parts[name] = field_text(name, fields[name])
+    if " of " in parts.get("model", ""):  # 8 of 32 layers
+        parts.pop("of_layers", None)
     return parts
 
 

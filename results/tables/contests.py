@@ -140,12 +140,14 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             text if np.isnan(model[0]) else model_name(*map(int, model))
             for text, model in zip(shape, models, strict=True)
         ]
-    row = [_row(*map(str, each)) for each in timed[["kind", "tile", "block", "pattern"]].values]
+    row = [
+        stored_name(*map(str, each)) for each in timed[["kind", "tile", "block", "pattern"]].values
+    ]
     lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
     return with_objects(lines)
 
 
-def _row(kind: str, tile: str, block: str, pattern: str) -> str:
+def stored_name(kind: str, tile: str, block: str, pattern: str) -> str:
     """Name what a contender stores: blocks of 64, 2:4, half 2:4, CSR."""
     if tile not in ("", "1"):
         return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"

@@ -161,6 +161,14 @@ def test_a_portfolio_has_its_own_name_unless_it_chose_dense(name, chosen, shown)
     assert contender_name(case) == shown
 
 
+def test_a_kernel_that_runs_dense_weights_too_has_the_format_beside_its_name() -> None:
+    name = "serving_transformers"
+    case = {"name": name, "dense_name": name, "kernel": name, "chosen": name, "side": "ours"}
+    case |= {"kind": "spense", "tile": "", "block": "64", "pattern": "two_four_blocks"}
+    assert contender_name(case) == "serving_transformers (2:4)"
+    assert contender_name(case | {"side": "dense"}) == name
+
+
 def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
     gate, up = {"kernel": "bsr_wgmma"}, {"kernel": "bsr_small"}
     assert by_default("bsr", {"wg": gate, "wu": up, "wd": gate}) == (

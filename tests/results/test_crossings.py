@@ -57,9 +57,9 @@ def curve_ends(curve: SelectionCurve) -> list[int]:
 @pytest.mark.parametrize(
     ("gains", "ends", "texts"),
     [
-        ({2048: 1.5, 8192: 3.0}, [2048] * 3, ("≤ 2,048", "already at 2,048 tokens, the shortest")),
+        ({2048: 1.5, 8192: 3.0}, [2048] * 3, ("≤ 2,048", "already at the shortest length")),
         ({2048: 0.2, 8192: 0.9}, [0] * 3, ("> 8,192", "not faster up to 8,192 tokens")),
-        ({8192: 1.5}, [8192] * 3, ("≤ 8,192", "already at 8,192")),
+        ({8192: 1.5}, [8192] * 3, ("≤ 8,192", "at 8,192 tokens (")),
         ({2048: 1.5, 4096: 0.5, 8192: 2.0}, None, ("5,790", "faster from 5,790 tokens on")),
     ],
 )
@@ -161,4 +161,4 @@ def test_lengths_that_are_all_the_shortest_one_have_no_chart() -> None:
     ]
     assert ["<figure" in page for page in pages] == [False, True]
     assert ["<details open>" in page for page in pages] == [True, False]
-    assert presented.finding(always).startswith("With pooled top-k, attention is 1.9")
+    assert "the shortest length measured: with pooled top-k 1.9" in presented.finding(always)
