@@ -181,19 +181,16 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
     for curve in sorted(curves, key=lambda curve: curve.faster_from or inf):
         if curve.method not in PARTS:
             earliest.setdefault(name_of(curve), curve)
-    already = [
-        f"with {name} {_gain(first)} at {first.tokens:,} tokens ({kept_of(curve)} kept, "
-        f"blocks of {curve.block[1]})"
-        for name, curve in earliest.items()
-        if curve.faster_from == (first := curve.points[0]).tokens
-    ]
-    start = "attention is faster already at the shortest length measured: "
-    texts = [f"{start}{join_words(already)}"] if already else []
-    texts += [
-        f"with {name}, attention {when(curve)}"
-        for name, curve in earliest.items()
-        if curve.faster_from != curve.points[0].tokens
-    ]
+    at_shortest, texts = list[str](), list[str]()
+    for name, curve in earliest.items():
+        if curve.faster_from == (first := curve.points[0]).tokens:
+            blocks = f"{kept_of(curve)} kept, blocks of {curve.block[1]}"
+            at_shortest.append(f"with {name} {_gain(first)} at {first.tokens:,} tokens ({blocks})")
+        else:
+            texts.append(f"with {name}, attention {when(curve)}")
+    if at_shortest:
+        start = "attention is faster already at the shortest length measured"
+        texts.insert(0, f"{start}: {join_words(at_shortest)}")
     text = "; ".join(texts) or "no row scores the blocks in the call"
     return f"{text[0].upper()}{text[1:]}."
 

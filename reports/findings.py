@@ -23,6 +23,7 @@ from sparsebench.results.problem_names import problem_name
 from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import DENSE
 from sparsebench.results.tables.contests import in_chain, stored_name, usual
 from sparsebench.results.tables.families import DEFAULT
 from sparsebench.results.tables.frame import fields, records
@@ -213,7 +214,7 @@ def contender_name(case: Mapping[Any, Any]) -> str:
     dense weights too has the format.
     """
     name = str(case["name"])
-    if str(case["chosen"]).startswith("dense, "):
+    if str(case["chosen"]).startswith(DENSE):
         return f"{name} (by {case['kernel']})"
     if name != case.get("dense_name") or case["side"] == "dense":
         return name

@@ -167,14 +167,16 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     ]
 
 
-def confirming(run: PublishedRun, runs: Mapping[str, PublishedRun]) -> dict[str, PublishedRun]:
+def confirmations_of(
+    run: PublishedRun, runs: Mapping[str, PublishedRun]
+) -> dict[str, PublishedRun]:
     """Return the runs that confirm a run, by name."""
     screened = bundle.identity(run.run.path)
-    confirmed = {
+    identities = {
         name: other.run.state.get("confirms", {}).get("manifest_sha256")
         for name, other in runs.items()
     }
-    return {name: runs[name] for name, identity in confirmed.items() if identity == screened}
+    return {name: runs[name] for name, identity in identities.items() if identity == screened}
 
 
 def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> str:
@@ -183,7 +185,7 @@ def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> s
     The text ends with the conditions. It says `unreliable` if the A/A pairs of the confirming run
     differ too often, and `inherited configurations` if that run did not search.
     """
-    for other in confirming(run, runs).values():
+    for other in confirmations_of(run, runs).values():
         same = other.timed[(other.timed[KEYS] == [case[key] for key in KEYS]).all(axis=1)]
         if same.empty:
             continue

@@ -36,7 +36,7 @@ from sparsebench.reports import advice, cells, costs, defaults
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.grids import about_view, sentences
-from sparsebench.reports.headline import QUESTIONS, PublishedRun, confirming, headline, read
+from sparsebench.reports.headline import QUESTIONS, PublishedRun, confirmations_of, headline, read
 from sparsebench.reports.headline_changes import headline_changes
 from sparsebench.reports.picture import picture
 from sparsebench.reports.site.cards import run_lines
@@ -226,7 +226,7 @@ def time_of_pages(
     pages = {
         "the figure and the first answer of README.md": [PICTURED],
         "Headline, with the runs that confirm it": [
-            name for run in headlines for name in (run.name, *confirming(run, runs))
+            name for run in headlines for name in (run.name, *confirmations_of(run, runs))
         ],
         "Should I prune? Prune or quantize?": [
             *(names[layer.run] for layer in evidence.measured),

@@ -177,8 +177,8 @@ def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
     heads, kv_heads, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
     cells, each_key = cells_of(mask, fields), torch.arange(context, device=mask.device)
     lists, sparse = cells.shape[1], bool(cells.float().mean() <= SPARSE)
-    fitting = ELEMENTS[mask.device.type] // context
-    step = max(1, (min(fitting, ROWS) if sparse else fitting) // b_q) * b_q
+    most = ELEMENTS[mask.device.type] // context
+    step = max(1, (min(most, ROWS) if sparse else most) // b_q) * b_q
 
     def columns(head: int) -> slice:
         return slice(head * width, (head + 1) * width)

@@ -50,7 +50,7 @@ ATTRIBUTE = "_sparsebench_dense"  # of a weight in bitmap or CSR: its copy
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 MOST_BYTES = 32 * 2**20  # of the copy of a weight in blocks; CSR takes every copy up to it
 COPY = 2  # most bytes of a larger copy, relative to those of CSR
-COPIED = *HALVES, torch.float32
+FLOATS = *HALVES, torch.float32
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,15 @@ def dtype_of(w: Bitmap | Csr) -> torch.dtype:
     return w.values.dtype if isinstance(w, Csr) else w.dtype
 
 
-def takes_copy(w: Csr) -> bool:
-    """Return whether a weight in CSR takes a dense copy."""
-    size = w.shape[0] * w.shape[1] * w.values.itemsize
-    return size <= max(MOST_BYTES, COPY * w.stored_bytes)
+def bytes_of_copy(w: Bitmap | Csr) -> int:
+    return w.shape[0] * w.shape[1] * dtype_of(w).itemsize
+
+
+def takes_copy(w: Bitmap | Csr) -> bool:
+    """Return whether a weight takes a dense copy: a bitmap always does."""
+    if isinstance(w, Bitmap):
+        return True
+    return bytes_of_copy(w) <= max(MOST_BYTES, COPY * w.stored_bytes)
 
 
 def dense_copy(w: Bitmap | Csr) -> Tensor:
@@ -155,13 +160,12 @@ def dense_choices(w: Bitmap | Csr, call: UnstructuredCall) -> Iterator[DenseConf
 
 def plan_dense(w: Bitmap | Csr, call: UnstructuredCall, config: DenseConfig) -> Product:
     """Make the dense copy, unless there is one. Raises Unsupported."""
-    fp8, copied = dtype_of(w) == DTYPES["fp8"], isinstance(w, Bitmap) or takes_copy(w)
+    fp8 = dtype_of(w) == DTYPES["fp8"]
     refuse("dense: expected fp16, bf16 or fp32, because torch multiplies no fp8" if fp8 else None)
     refuse(None if config.columns else "dense: expected columns=True, found False")
     # The nearest choice of a list may be that of a weight of a fourth of the elements.
     expected = f"dense: expected a copy of {MOST_BYTES} bytes or {COPY} times those of W at most"
-    (n, k), itemsize = w.shape, dtype_of(w).itemsize
-    refuse(None if copied else f"{expected}, found {n * k * itemsize}")
+    refuse(None if takes_copy(w) else f"{expected}, found {bytes_of_copy(w)}")
     dense = dense_copy(w)
     if config.algorithm:
         direct = _cublaslt.bind_weight(dense, config.algorithm, call.m)
@@ -196,7 +200,7 @@ def unsupported_call(call: BsrCall) -> str | None:
     size = call.shape[0] * call.shape[1] * call.dtype.itemsize
     if call.live:
         return "dense copy: expected frozen values, found values that train"
-    fits = call.dtype in COPIED and size <= MOST_BYTES
+    fits = call.dtype in FLOATS and size <= MOST_BYTES
     expected = f"dense copy: expected 16 bits or fp32, up to {MOST_BYTES} bytes"
     return None if fits else f"{expected}, found {call.dtype} and {size}"
 

@@ -314,11 +314,11 @@ def has_flash(problem: Problem) -> bool:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    return untested()
+    return unsupported_version()
 
 
-def untested() -> str | None:
-    """Return why sparse layers were not tested with the transformers here, or None."""
+def unsupported_version() -> str | None:
+    """Return why sparse layers may fail with the transformers here, or None if it was tested."""
     tested = " to ".join(".".join(map(str, each)) for each in TESTED)
     try:
         present = version("transformers")

@@ -26,7 +26,7 @@ STEP = re.compile(r"([MLHVvz])([^MLHVvz]*)")
 VARIABLE = re.compile(r"--(\w+): (#\w+)")
 PIXELS, DOTS = 96, 192  # CSS pixels, and dots of the picture, of an inch
 POINT = 72 / PIXELS
-ALIGNED: Mapping[str, Any] = {"start": "left", "middle": "center", "end": "right"}
+ANCHORS: Mapping[str, Any] = {"start": "left", "middle": "center", "end": "right"}
 
 
 def png(page: str) -> bytes | None:
@@ -43,9 +43,9 @@ def png(page: str) -> bytes | None:
         axes.set(xlim=(0, w), ylim=(h, 0))
         axes.axis("off")
         _draw(axes, drawing, {})
-    written = BytesIO()
-    figure.savefig(written, format="png")
-    return written.getvalue()
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _draw(axes: Axes, element: ElementTree.Element, outer: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ def _draw(axes: Axes, element: ElementTree.Element, outer: Mapping[str, str]) ->
     elif element.tag == "text":
         x, y = float(element.attrib["x"]), float(element.attrib["y"])
         look: dict[str, Any] = {"color": _colour(style["fill"]), "va": "baseline"}
-        look |= {"ha": ALIGNED[style.get("text-anchor", "start")]}
+        look |= {"ha": ANCHORS[style.get("text-anchor", "start")]}
         axes.text(x, y, element.text or "", fontsize=POINT * float(style["font-size"]), **look)
     for inner in element:
         _draw(axes, inner, style)
@@ -69,8 +69,8 @@ def _draw(axes: Axes, element: ElementTree.Element, outer: Mapping[str, str]) ->
 def _outline(steps: str) -> Outline:
     points: list[tuple[float, float]] = []
     codes: list[Any] = []
-    for letter, written in STEP.findall(steps):
-        numbers = [*map(float, written.split())]
+    for letter, places in STEP.findall(steps):
+        numbers = [*map(float, places.split())]
         x, y = points[-1] if points else (0.0, 0.0)
         to = {"H": (*numbers, y), "V": (x, *numbers), "v": (x, y + sum(numbers)), "z": (x, y)}
         points.append(to.get(letter, tuple(numbers)))  # type: ignore[arg-type]
@@ -88,9 +88,9 @@ def _look(style: Mapping[str, str]) -> dict[str, Any]:
     return look
 
 
-def _colour(written: str) -> str:
-    name = written.removeprefix("var(--").removesuffix(")")
-    return _light().get("ink" if written == "currentColor" else name, written)
+def _colour(value: str) -> str:
+    name = value.removeprefix("var(--").removesuffix(")")
+    return _light().get("ink" if value == "currentColor" else name, value)
 
 
 @cache

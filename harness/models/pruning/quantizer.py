@@ -23,7 +23,7 @@ from sparsebench.harness.models.pruning.checkpoint import (
     to_dense,
     verify,
 )
-from sparsebench.kernels.nn.serving_transformers import untested
+from sparsebench.kernels.nn.serving_transformers import unsupported_version
 
 
 @register_quantization_config(METHOD)
@@ -53,7 +53,7 @@ class SparsebenchQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         config = self.quantization_config
-        if (reason := untested()) is not None:
+        if (reason := unsupported_version()) is not None:
             warnings.warn(f"sparse layers may be loaded or served wrongly: {reason}", stacklevel=2)
         with torch.device("cpu"):
             layers = parse(config.version, config.layers)

@@ -73,8 +73,8 @@ def test_a_direct_call_that_takes_no_single_row_is_left_out(monkeypatch) -> None
             raise Unsupported("cuBLASLt does not accept it for 1 row")
         return lambda x, w, out: torch.mm(x, w.T, out=out)
 
-    found = SimpleNamespace(candidates=[{"choice": {}, "median_us": 1.0}, *lines])
-    monkeypatch.setattr(_dense_copy, "fastest_way", lambda product: found)
+    launch = SimpleNamespace(candidates=[{"choice": {}, "median_us": 1.0}, *lines])
+    monkeypatch.setattr(_dense_copy, "fastest_way", lambda product: launch)
     monkeypatch.setattr(_dense_copy, "runs", lambda run: run() is not None)
     monkeypatch.setattr(_dense_copy._cublaslt, "unavailable", lambda: None)
     monkeypatch.setattr(_dense_copy._cublaslt, "bind_weight", bind_weight)
