@@ -3,14 +3,15 @@
 A graph holds addresses only. If a launch is deleted, its packed weights, work lists and buffers are
 freed, but the graph still reads them. So code that enqueues such work names the memory's owner:
 
-    capture ── keep(owner) ── the graph retains a user object ── graph destroyed ── sem_post
-                   └─> KEPT: owners, semaphore                  the next sweep frees the owners
+    capture_begin        this module writes down which torch.cuda.CUDAGraph the capture fills
+    keep(owner) ...      the graph gets an attribute, its owners
+    replay ...
+    the graph is deleted, or captured anew: so are its owners
 
-The driver calls the destructor of a user object on a thread that may call neither CUDA nor Python,
-so the destructor is sem_post of the C library. The driver may call it when the process ends, after
-Python has freed its objects, so the C library allocates the semaphore. Instances and clones of a
-graph retain the object, too, as does a graph that still runs. A graph has one such object for all
-owners, because each object makes a replay longer (NOTES.md). Needs a driver of CUDA 12.3 or newer.
+torch 2.13 tells which graph a stream is captured into; older versions do not, so `capture_begin` is
+wrapped. Somebody else's graph, which is no torch.cuda.CUDAGraph, keeps its owners until the process
+ends. As with torch's own memory, who deletes a graph that still runs on a stream other than that of
+later allocations waits for it first.
 
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
@@ -18,8 +19,7 @@ Memory that outlives a call must not belong to a graph. While torch.compile(mode
 warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread. In a
 capture, that thread works on the default stream, which is not captured, and may call what a capture
 forbids, because its own interaction with captures is relaxed.
-Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject,
-cuThreadExchangeStreamCaptureMode.
+Source: CUDA driver API, cuStreamGetCaptureInfo and cuThreadExchangeStreamCaptureMode.
 """
 
 import ctypes
@@ -27,9 +27,10 @@ import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from threading import Lock, local
+from functools import wraps
+from threading import local
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -37,14 +38,12 @@ from torch import Tensor
 from sparsebench.kernels._common.driver import driver, require_success
 
 ACTIVE = 1  # CUstreamCaptureStatus
-ASYNCHRONOUS = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor is not awaited
-MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
+OWNERS = "_sparsebench_owners"  # attribute of a torch.cuda.CUDAGraph: what it reads, by id
 
 T = TypeVar("T")
-KEPT: dict[int, tuple[dict[int, Any], Any]] = {}  # by capture: its owners by id, and a semaphore
-_sweep_lock = Lock()
+GRAPHS: WeakValueDictionary[int, "torch.cuda.CUDAGraph"] = WeakValueDictionary()  # by capture
+KEPT: dict[int, Any] = {}  # by id: the owners of graphs that torch did not capture
 
 
 class _CaptureDepth(local):
@@ -110,37 +109,16 @@ def make_lasting(make: Callable[[], T], device: torch.device) -> T:
 
 
 def keep(owner: object) -> None:
-    """Keep an object at least as long as the graph that the current stream is captured into.
+    """Keep an object as long as the graph that the current stream is captured into.
 
     Does nothing outside of a capture and inside of `capturing`. Raises RuntimeError.
     """
     target = captured_into()
     if target is None or _thread.depth:
         return
-    number, graph = target
-    if number in KEPT:
-        KEPT[number][0][id(owner)] = owner
-        return
-    sweep()
-    semaphore = ctypes.c_void_p(_c().calloc(1, SEMAPHORE_BYTES))
-    _c().sem_init(semaphore, 0, 0)
-    destructor, handle = ctypes.cast(_c().sem_post, ctypes.c_void_p), ctypes.c_void_p()
-    made = driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS)
-    require_success(made, "cuUserObjectCreate")
-    KEPT[number] = {id(owner): owner}, semaphore  # before the graph may be destroyed
-    retained = driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), handle, 1, MOVED)
-    require_success(retained, "cuGraphRetainUserObject")
-
-
-def sweep() -> int:
-    """Release the owners of destroyed graphs; return how many owners are still kept."""
-    with _sweep_lock:  # or another thread would read a semaphore that this one has freed
-        graphs = [*KEPT.items()]
-        ended = [key for key, (_, semaphore) in graphs if _c().sem_trywait(semaphore) == 0]
-        released = [KEPT.pop(key) for key in ended]
-        for _, semaphore in released:
-            _c().free(semaphore)
-    return sum(len(owners) for owners, _ in [*KEPT.values()])
+    graph = GRAPHS.get(target[0])
+    owners = KEPT if graph is None else graph.__dict__[OWNERS]
+    owners[id(owner)] = owner
 
 
 def captured_into() -> tuple[int, int] | None:
@@ -159,8 +137,19 @@ def captured_into() -> tuple[int, int] | None:
     return (number.value, graph.value) if status.value == ACTIVE and graph.value else None
 
 
-@cache
-def _c() -> Any:
-    library = ctypes.CDLL(None)  # the C library of this process
-    library.calloc.restype = ctypes.c_void_p
-    return library
+def _noting(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return capture_begin of a graph that also writes down the graph of the capture."""
+
+    @wraps(begin)
+    def capture_begin(graph: "torch.cuda.CUDAGraph", *arguments: Any, **named: Any) -> None:
+        begin(graph, *arguments, **named)
+        graph.__dict__[OWNERS] = {}
+        if target := captured_into():
+            GRAPHS[target[0]] = graph
+
+    return capture_begin
+
+
+torch.cuda.CUDAGraph.capture_begin = _noting(  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.capture_begin
+)

@@ -14,13 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import (
-    captured_into,
-    is_capturing,
-    keep,
-    make_lasting,
-    sweep,
-)
+from sparsebench.kernels._common.capture import captured_into, is_capturing, keep, make_lasting
 
 SLOTS, COUNTERS = 256, 2048  # graphs and streams at a time; int32 of each: 2 MB
 
@@ -40,10 +34,10 @@ class _Arena:
         """Return the counters of a stream, or of a stream in a graph; None if all are used."""
         slot = self.of_streams.get(stream) if graph is None else self.of_graphs.get((graph, stream))
         if slot is None:
-            sweep()
             if not self.unused:
                 return None
-            slot = _Slot(self.unused, self.unused.pop())
+            # The row unused for longest: a graph that was deleted while it runs ends meanwhile.
+            slot = _Slot(self.unused, self.unused.pop(0))
             if graph is None:
                 self.of_streams[stream] = slot
             else:
