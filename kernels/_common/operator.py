@@ -341,6 +341,11 @@ def bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def fewest(tokens: int) -> int:
+    """Return the fewest tokens that have the same bucket."""
+    return next(m for m in range(tokens, 0, -1) if m == 1 or bucket(m - 1) != bucket(tokens))
+
+
 # ---- the contract of a suite ----
 
 

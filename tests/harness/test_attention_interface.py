@@ -376,6 +376,7 @@ def test_what_changes_scores_is_refused(options: dict) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own, of its first graph
 @torch.no_grad()
 def test_a_graph_of_a_step_selects_other_pages_in_each_replay() -> None:
     torch.manual_seed(0)

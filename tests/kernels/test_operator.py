@@ -31,6 +31,7 @@ from sparsebench.kernels._common.operator import (
     OperatorCall,
     ahead,
     bucket,
+    fewest,
 )
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
@@ -124,6 +125,8 @@ def timed(product: Any) -> Any:
 def test_a_bucket_holds_its_tokens_with_little_room(tokens: int, expected: int) -> None:
     assert bucket(tokens) == expected
     assert bucket(expected) == expected
+    assert bucket(fewest(expected)) == expected
+    assert fewest(expected) == 1 or bucket(fewest(expected) - 1) < expected
 
 
 def test_a_search_is_made_once_and_kept_for_later_processes(cache, restart) -> None:

@@ -15,6 +15,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense._cublaslt import Algorithm
+from sparsebench.kernels.dense._gemm import DenseProduct
 from sparsebench.kernels.nn import _dense_copy
 from sparsebench.kernels.nn._dense_copy import DenseConfig
 from tests.kernels.contract import Example, run_engine
@@ -64,19 +65,55 @@ def test_a_choice_of_a_smaller_weight_makes_no_larger_copy(monkeypatch) -> None:
         _dense_copy.plan_dense(w, call, config)
 
 
-def test_a_direct_call_that_takes_no_single_row_is_left_out(monkeypatch) -> None:
-    refused, accepted = (dict(asdict(Algorithm(number))) for number in (1, 2))
-    lines = [{"choice": {"algorithm": each}, "median_us": 1.0} for each in (refused, accepted)]
+@pytest.fixture
+def searched(monkeypatch) -> list[tuple[int, bool]]:
+    """Fake the baseline's search; return the tokens and layouts that it was called with."""
+    searches: list[tuple[int, bool]] = []
+
+    def fastest_way(product: DenseProduct) -> SimpleNamespace:
+        m, columns = len(product.a), product.b.is_contiguous()
+        searches.append((m, columns))
+        times = {0: 1.0, 1: 2.0, 2 if columns else 3: 3.0 + columns, 4 + m: 2.5}
+        lines = [
+            {"choice": {"algorithm": asdict(Algorithm(number))}, "median_us": time_us}
+            for number, time_us in times.items()
+        ]
+        return SimpleNamespace(
+            candidates=[{"choice": {}, "median_us": 0.5}, {"left_out": 9}, *lines]
+        )
 
     def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Any:
-        if algorithm == Algorithm(1):
+        if algorithm == Algorithm(0):
             raise Unsupported("cuBLASLt does not accept it for 1 row")
         return lambda x, w, out: torch.mm(x, w.T, out=out)
 
-    launch = SimpleNamespace(candidates=[{"choice": {}, "median_us": 1.0}, *lines])
-    monkeypatch.setattr(_dense_copy, "fastest_way", lambda product: launch)
+    monkeypatch.setattr(_dense_copy, "fastest_way", fastest_way)
     monkeypatch.setattr(_dense_copy, "runs", lambda run: run() is not None)
     monkeypatch.setattr(_dense_copy._cublaslt, "unavailable", lambda: None)
     monkeypatch.setattr(_dense_copy._cublaslt, "bind_weight", bind_weight)
-    configs = [*_dense_copy.direct_choices(torch.randn(32, 16).T, 8)]
-    assert configs == [DenseConfig(algorithm=Algorithm(2))]
+    return searches
+
+
+def direct(number: int, *, columns: bool = True) -> DenseConfig:
+    return DenseConfig(algorithm=Algorithm(number), columns=columns)
+
+
+def test_a_direct_call_that_takes_no_single_row_is_left_out(searched) -> None:
+    configs = [*_dense_copy.direct_choices({True: torch.randn(32, 16).T}, 8)]
+    assert configs == [direct(1), direct(12)]
+    assert searched == [(8, True)]
+
+
+def test_direct_calls_have_both_layouts_and_the_ends_of_a_bucket(searched) -> None:
+    w = torch.randn(32, 16)
+    copies = {columns: _dense_copy.laid_out(w, columns=columns) for columns in (True, False)}
+    configs = [*_dense_copy.direct_choices(copies, 320)]
+    both = [direct(1), direct(1, columns=False)]
+    assert configs == [*both, direct(324), direct(293)]
+    assert searched == [(320, True), (320, False), (289, True), (289, False)]
+
+
+def test_a_search_times_torch_and_the_fastest_direct_call_first() -> None:
+    products, direct_calls = [DenseConfig(), DenseConfig(columns=False)], map(direct, (1, 2, 3))
+    configs = [*_dense_copy.choices_of(products, direct_calls)]
+    assert configs == [products[0], direct(1), products[1], direct(2), direct(3)]
