@@ -254,7 +254,8 @@ def test_an_error_of_the_driver_is_one_line(driver, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
+@pytest.mark.parametrize("context", [torch.cuda.graph, capture.capturing])
+def test_a_graph_is_right_after_its_launch_was_deleted(context: Any) -> None:
     x = torch.randn(64, 64, device="cuda")
 
     def launched() -> Launch:
@@ -264,7 +265,7 @@ def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
     launch = launched()
     launch()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with context(graph):
         y = launch()
     del launch
     gc.collect()
@@ -272,6 +273,24 @@ def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
     graph.replay()
     torch.testing.assert_close(y, x)
     del garbage
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_anew_after_a_reset() -> None:
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    x.add_(0)
+    for number in (1, 2):
+        owner = Owner()
+        seen = weakref.ref(owner)
+        with torch.cuda.graph(graph):
+            x.fill_(number)
+            capture.keep(owner)
+        del owner
+        graph.replay()
+        assert x.tolist() == [number] * 8
+        assert not gone(seen)
+        graph.reset()
+        assert gone(seen)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,13 @@
 """Counters of streams and graphs: no two of them have one row at a time."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
 from sparsebench.kernels._common import scratch
+from sparsebench.kernels._common.capture import capturing
 
 
 @pytest.fixture
@@ -38,3 +40,24 @@ def test_the_row_of_a_deleted_graph_is_used_again_last(kept) -> None:
     assert row(arena, 1, 7) == 0
     kept[0].clear()
     assert [row(arena, stream, None) for stream in (1, 2, 3, 4)] == [1, 2, 0, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [torch.cuda.graph, capturing])
+def test_a_graph_has_its_own_row_until_it_is_deleted(context: Any) -> None:
+    def places(graph: torch.cuda.CUDAGraph) -> set[int]:
+        with context(graph):
+            rows = [scratch.counters(x, 4) for _ in range(3)]
+            x.add_(1)
+        return {row.data_ptr() for row in rows}
+
+    x = torch.zeros(8, device="cuda")
+    outside = scratch.counters(x, 4).data_ptr()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+    seen = [places(graph) for graph in graphs]
+    assert [len(rows) for rows in seen] == [1, 1, 1]
+    assert len({outside}.union(*seen)) == 4
+    unused = len(scratch._ARENAS[x.device.index].unused)
+    del graphs
+    gc.collect()
+    assert len(scratch._ARENAS[x.device.index].unused) == unused + 3
