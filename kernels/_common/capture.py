@@ -16,10 +16,10 @@ Owners are freed with the graph, even if it still runs. As with any tensor of to
 the stream that allocated them; on another one, wait for the graph before you delete it. A graph
 that was instantiated from raw_cuda_graph() needs the graph of torch as long as it is replayed.
 
-Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
-warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread. In a
-capture, that thread works on the default stream, which is not captured, and may call what a capture
-forbids, because its own interaction with captures is relaxed.
+Memory that outlives a call must not come from a graph's pool. A thread that captures allocates from
+it, and so does one in which torch.compile(mode="reduce-overhead") warms up. So `make_lasting` uses
+another thread. In a capture, that thread works on the default stream, which is not captured, and
+may call what a capture forbids, because its own interaction with captures is relaxed.
 
 Needs a driver of CUDA 12.3 or newer.
 Source: CUDA driver API, cuStreamGetCaptureInfo and cuThreadExchangeStreamCaptureMode.
