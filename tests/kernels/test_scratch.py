@@ -57,6 +57,7 @@ def test_a_graph_has_its_own_row_until_it_is_deleted(context: Any) -> None:
     seen = [places(graph) for graph in graphs]
     assert [len(rows) for rows in seen] == [1, 1, 1]
     assert len({outside}.union(*seen)) == 4
+    gc.collect()
     unused = len(scratch._ARENAS[x.device.index].unused)
     del graphs
     gc.collect()
