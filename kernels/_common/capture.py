@@ -3,22 +3,25 @@
 A graph holds addresses only. If a launch is deleted, its packed weights, work lists and buffers are
 freed, but the graph still reads them. So code that enqueues such work names the memory's owner:
 
-    capture_begin        this module writes down which torch.cuda.CUDAGraph the capture fills
-    keep(owner) ...      the graph gets an attribute, its owners
+    capture_begin        this module notes which graph of torch the capture fills
+    keep(owner) ...      the owners become an attribute of that graph
     replay ...
-    the graph is deleted, or captured anew: so are its owners
+    reset, or deletion   the graph drops its owners
 
-torch 2.13 tells which graph a stream is captured into; older versions do not, so `capture_begin` is
-wrapped. Somebody else's graph, which is no torch.cuda.CUDAGraph, keeps its owners until the process
-ends. As with torch's own memory, who deletes a graph that still runs on a stream other than that of
-later allocations waits for it first.
+torch 2.11 does not tell which graph a stream is captured into, so `capture_begin` is wrapped, and
+`reset`, too. What a graph of another library reads, or the body of torch.cond inside a graph, is
+kept until the process ends.
 
-Callers of `capturing` keep the owners themselves; `keep` then does nothing.
+Owners are freed with the graph, even if it still runs. As with any tensor of torch, that is safe on
+the stream that allocated them; on another one, wait for the graph before you delete it. A graph
+that was instantiated from raw_cuda_graph() needs the graph of torch as long as it is replayed.
 
-Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
-warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread. In a
-capture, that thread works on the default stream, which is not captured, and may call what a capture
-forbids, because its own interaction with captures is relaxed.
+Memory that outlives a call must not come from a graph's pool. A thread that captures allocates from
+it, and so does one in which torch.compile(mode="reduce-overhead") warms up. So `make_lasting` uses
+another thread. In a capture, that thread works on the default stream, which is not captured, and
+may call what a capture forbids, because its own interaction with captures is relaxed.
+
+Needs a driver of CUDA 12.3 or newer.
 Source: CUDA driver API, cuStreamGetCaptureInfo and cuThreadExchangeStreamCaptureMode.
 """
 
@@ -26,9 +29,8 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
-from threading import local
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -39,20 +41,11 @@ from sparsebench.kernels._common.driver import driver, require_success
 
 ACTIVE = 1  # CUstreamCaptureStatus
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-OWNERS = "_sparsebench_owners"  # attribute of a torch.cuda.CUDAGraph: what it reads, by id
+OWNERS = "_sparsebench_owners"  # attribute of a graph of torch: what it reads, by id
 
 T = TypeVar("T")
-GRAPHS: WeakValueDictionary[int, "torch.cuda.CUDAGraph"] = WeakValueDictionary()  # by capture
+GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # graphs of torch, by capture
 KEPT: dict[int, Any] = {}  # by id: the owners of graphs that torch did not capture
-
-
-class _CaptureDepth(local):
-    """The number of `capturing` blocks that the current thread is in."""
-
-    depth = 0
-
-
-_thread = _CaptureDepth()
 
 
 @contextmanager
@@ -61,16 +54,14 @@ def capturing(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
 
     Garbage collection is off meanwhile: objects that Python frees (an older graph, a module, an
     event) may call CUDA, which ends the capture. In a published run 3 of 2088 rows were timed
-    without a graph for this reason. The caller keeps what the graph reads.
+    without a graph for this reason.
     """
     enabled = gc.isenabled()
     gc.disable()
-    _thread.depth += 1
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             yield
     finally:
-        _thread.depth -= 1
         if enabled:
             gc.enable()
 
@@ -111,13 +102,12 @@ def make_lasting(make: Callable[[], T], device: torch.device) -> T:
 def keep(owner: object) -> None:
     """Keep an object as long as the graph that the current stream is captured into.
 
-    Does nothing outside of a capture and inside of `capturing`. Raises RuntimeError.
+    Does nothing outside of a capture. Raises RuntimeError.
     """
-    target = captured_into()
-    if target is None or _thread.depth:
+    if (target := captured_into()) is None:
         return
     graph = GRAPHS.get(target[0])
-    owners = KEPT if graph is None else graph.__dict__[OWNERS]
+    owners = KEPT if graph is None else graph.__dict__.setdefault(OWNERS, {})
     owners[id(owner)] = owner
 
 
@@ -137,19 +127,26 @@ def captured_into() -> tuple[int, int] | None:
     return (number.value, graph.value) if status.value == ACTIVE and graph.value else None
 
 
-def _noting(begin: Callable[..., None]) -> Callable[..., None]:
-    """Return capture_begin of a graph that also writes down the graph of the capture."""
+def _wrap(kind: Any) -> None:
+    """Let graphs of a class note what their captures fill, and drop their owners at a reset."""
+    begin, reset = kind.capture_begin, kind.reset
 
     @wraps(begin)
-    def capture_begin(graph: "torch.cuda.CUDAGraph", *arguments: Any, **named: Any) -> None:
+    def capture_begin(graph: Any, *arguments: Any, **named: Any) -> None:
         begin(graph, *arguments, **named)
-        graph.__dict__[OWNERS] = {}
-        if target := captured_into():
-            GRAPHS[target[0]] = graph
+        # An older driver does not tell. `keep` says so, but graphs without our kernels work.
+        with suppress(AttributeError, OSError, RuntimeError):
+            if target := captured_into():
+                GRAPHS[target[0]] = graph
 
-    return capture_begin
+    @wraps(reset)
+    def reset_and_drop(graph: Any) -> None:
+        reset(graph)
+        graph.__dict__.pop(OWNERS, None)
+
+    kind.capture_begin, kind.reset = capture_begin, reset_and_drop
 
 
-torch.cuda.CUDAGraph.capture_begin = _noting(  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.capture_begin
-)
+_wrap(torch.cuda.CUDAGraph)
+if hasattr(torch.accelerator, "Graph"):  # in newer versions than torch 2.11
+    _wrap(torch.accelerator.Graph)

@@ -115,12 +115,7 @@ class Engine(Kernel):
         object.__setattr__(self, "prepare", partial(_prepare, self))
 
     def candidates(
-        self,
-        w: Any,
-        call: Any,
-        choice: Mapping[str, Any] | None = None,
-        *,
-        closed: bool = False,
+        self, w: Any, call: Any, choice: Mapping[str, Any] | None = None, *, closed: bool = False
     ) -> "Iterator[Candidate]":
         """Yield the configurations, or only the one of a choice. Raises Unsupported, TypeError."""
         if choice is None:

@@ -2,7 +2,7 @@
 
     outside of captures   one lasting piece of each kind per stream, whose launches do not overlap
     in a captured graph   partial sums from the graph's own memory; counters from an arena that was
-                          zeroed before, one slot per graph and stream, free again after the graph
+                          zeroed before, one row per graph and stream, until the graph is deleted
 
 So no call allocates or zeroes memory. Each kernel sets its counters back to zero.
 """
@@ -36,7 +36,7 @@ class _Arena:
         if slot is None:
             if not self.unused:
                 return None
-            # The row unused for longest: a graph that was deleted while it runs ends meanwhile.
+            # The row that is unused for longest, because a graph may still run when it is deleted.
             slot = _Slot(self.unused, self.unused.pop(0))
             if graph is None:
                 self.of_streams[stream] = slot
@@ -48,7 +48,7 @@ class _Arena:
 
 @dataclass(eq=False)
 class _Slot:
-    """The number of a row, which is unused again when its owner, a captured graph, is freed."""
+    """The number of a row, which is unused again when the graph that keeps this is deleted."""
 
     unused: list[int]
     number: int

@@ -239,7 +239,7 @@ def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Callable[..., Ten
         words = *before, at_y, of_y, at_y, of_y, algo.ptr, at_room, size
         cublasLt.matmul(*words, torch.cuda.current_stream(w.device).cuda_stream)
         if is_capturing(y):
-            keep(alive)
+            keep((w, factors, plans))  # the graph's pool has the workspace, and lends it again
         on_tape(y, owners=(alive,), call=LibraryCall(address, struct.pack("16Q", *words, 0)))
         return y
 

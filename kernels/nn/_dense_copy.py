@@ -19,11 +19,12 @@ In fp32 torch's setting of TF32 applies, as to nn.Linear. csr_cuda took 85 µs f
 14336 x 4096 at 50 % zeros, cuBLAS 31 (H200); for 1,024 tokens at 70 % 2,345 and 150 (H100).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -49,8 +50,8 @@ from sparsebench.kernels.dense._gemm import DenseProduct, agrees, fastest_way, r
 ATTRIBUTE = "_sparsebench_dense"  # of a weight in bitmap or CSR: its copy
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 MOST_BYTES = 32 * 2**20  # of the copy of a weight in blocks; CSR takes every copy up to it
-DIRECT = 3  # direct calls of a size that a search times beside our kernels
 COPY = 2  # most bytes of a larger copy, relative to those of CSR
+DIRECT = 3  # direct calls for one number of tokens that are timed beside our kernels
 FLOATS = *HALVES, torch.float32
 
 
@@ -80,6 +81,7 @@ def copy_of(w: Bitmap | Bsr | Csr, *, columns: bool) -> Tensor:
 
 
 def laid_out(dense: Tensor, *, columns: bool) -> Tensor:
+    """Return a matrix [n, k] that is stored by rows as it is, or a copy by columns."""
     return dense.T.contiguous().T if columns else dense
 
 
@@ -95,46 +97,50 @@ def multiply(x: Tensor, dense: Tensor, out: Tensor | None = None, *, padded: int
     return y if out is None else out.copy_(y)
 
 
-def direct_choices(copies: Mapping[bool, Tensor], m: int) -> Iterator[DenseConfig]:
-    """Yield the fastest direct calls for copies of W by columns (True) or rows, the fastest first.
+def direct_choices(copies: Mapping[bool, Callable[[], Tensor]], m: int) -> Iterator[DenseConfig]:
+    """Yield the fastest direct calls with copies of W, the fastest first; none without nvmath.
+
+    copies  functions that make the copy by columns (True) and by rows (False)
 
     The baseline's search times them for m tokens, and from 257 on also for the fewest that share a
     plan with m: tiles that hold 300 tokens exactly are not proposed for 320 (5000 x 3000, H200:
     22.2 and 24.6 µs).
     """
-    ranked = [_ranked(copies, size) for size in dict.fromkeys((m, fewest(m) if m > 256 else m))]
+    if _cublaslt.unavailable():
+        return
+    sizes = dict.fromkeys([m, fewest(m)] if m > 256 else [m])
+    ranked = [_ranked(copies, m, size) for size in sizes]
     yield from dict.fromkeys(filter(None, chain.from_iterable(zip_longest(*ranked))))
 
 
-def _ranked(copies: Mapping[bool, Tensor], m: int) -> list[DenseConfig]:
-    """Return the DIRECT fastest calls for m tokens of an X as torch allocates it.
+def _ranked(copies: Mapping[bool, Callable[[], Tensor]], m: int, size: int) -> list[DenseConfig]:
+    """Return the fastest calls for the first `size` of m tokens, at most DIRECT.
 
-    Kernels also read an X that begins 16 bytes after a multiple of 256; a call that is wrong for
-    such an X is left out.
+    They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
+    a multiple of 256; a call that is wrong for m tokens of such an X is left out.
     """
     times_us = dict[DenseConfig, float]()
-    for columns, dense in copies.items():
-        if dense.dtype == DTYPES["fp8"] or _cublaslt.unavailable():
-            return []
+    for columns, make in copies.items():
+        dense = make()
         (n, k), shift = dense.shape, ALIGNMENT // dense.itemsize
         memory = torch.randn(m * k + shift, device=dense.device).to(dense.dtype)
         x, shifted = (memory[start : start + m * k].view(m, k) for start in (0, shift))
         right, out = torch.mm(shifted, dense.T), x.new_empty(m, n)
-        lines = fastest_way(DenseProduct(x, dense.T, out, weight=False)).candidates
+        product = DenseProduct(x[:size], dense.T, out[:size], weight=False)
+        lines = fastest_way(product).candidates
         timed = [line for line in lines if "median_us" in line and "algorithm" in line["choice"]]
-        for line in sorted(timed, key=lambda line: float(line["median_us"]))[:DIRECT]:
-            config = DenseConfig(algorithm=line["choice"]["algorithm"], columns=columns)
-            assert config.algorithm
+        for line in sorted(timed, key=itemgetter("median_us"))[:DIRECT]:
+            algorithm = Algorithm(**line["choice"]["algorithm"])
             with suppress(Unsupported):  # for one row: other algorithms may compute it
-                direct = _cublaslt.bind_weight(dense, config.algorithm, m)
+                direct = _cublaslt.bind_weight(dense, algorithm, m)
                 poison(out)
                 if runs(partial(direct, shifted, dense, out)) and agrees(out, right):
-                    times_us[config] = line["median_us"]
+                    times_us[DenseConfig(algorithm=algorithm, columns=columns)] = line["median_us"]
     return sorted(times_us, key=times_us.__getitem__)[:DIRECT]
 
 
 def choices_of(products: list[DenseConfig], direct: Iterable[DenseConfig]) -> Iterator[DenseConfig]:
-    """Yield torch's product, and then by turns direct calls and the other torch products."""
+    """Yield torch's product, and then direct calls and torch's other products in turn."""
     yield products[0]
     rest = zip_longest(direct, products[1:])
     yield from filter(None, chain.from_iterable(rest))
@@ -179,7 +185,8 @@ def torch_choices(w: Bitmap | Csr, call: UnstructuredCall) -> list[DenseConfig]:
 
 def dense_choices(w: Bitmap | Csr, call: UnstructuredCall) -> Iterator[DenseConfig]:
     """Yield torch's products and direct calls."""
-    direct = direct_choices({True: dense_copy(w)}, call.m) if w.offsets.is_cuda else ()
+    timed = w.offsets.is_cuda and dtype_of(w) in FLOATS
+    direct = direct_choices({True: partial(dense_copy, w)}, call.m) if timed else ()
     return choices_of(torch_choices(w, call), direct)
 
 
@@ -239,11 +246,14 @@ def layouts(w: Bsr, call: BsrCall) -> list[DenseConfig]:
 def block_choices(w: Bsr, call: BsrCall) -> Iterator[DenseConfig]:
     """Yield torch's products and direct calls, which are timed on a weight of random values."""
     products = layouts(w, call)
-    if not w.offsets.is_cuda:
-        return iter(products)
-    values = torch.randn(call.shape, device=w.offsets.device).to(call.dtype)
-    copies = {columns: laid_out(values, columns=columns) for columns in (True, False)}
-    return choices_of(products, direct_choices(copies, call.m))
+
+    def random_copy(*, columns: bool) -> Tensor:
+        values = torch.randn(call.shape, device=w.offsets.device).to(call.dtype)
+        return laid_out(values, columns=columns)
+
+    copies = {columns: partial(random_copy, columns=columns) for columns in (True, False)}
+    direct = direct_choices(copies, call.m) if w.offsets.is_cuda else ()
+    return choices_of(products, direct)
 
 
 def plan_blocks(w: Bsr, call: BsrCall, config: DenseConfig) -> Product:

@@ -39,7 +39,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.capture import captured_into, keep
+from sparsebench.kernels._common.capture import captured_into, keep, make_lasting
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.product import Product
@@ -294,7 +294,7 @@ def _run(name: str, w: Format, op: str, **activations: Tensor) -> Tensor:
     operator = plans.operators.setdefault(engine.name + op, bound.operator)
     product = operator.select(bound.call, bound.run).product
     if product not in plans.stored:
-        plans.stored[product] = bound.weights(product)
+        plans.stored[product] = make_lasting(partial(bound.weights, product), first.device)
     output = bound.result(product.run(*bound.activations, *plans.stored[product]))
     return output if isinstance(output, Tensor) else output.arrays()["values"]
 

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -31,15 +32,21 @@ class Graph:
     """Stands for torch.cuda.CUDAGraph."""
 
     def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+        self.driver, self.full = driver, False
 
-    def begin(self, number: int) -> None:
+    def capture_begin(self, number: int) -> None:
+        if self.full:
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph")
         self.driver.capturing = number
 
-    capture_begin = capture._noting(begin)
-
     def capture_end(self) -> None:
-        self.driver.capturing = 0
+        self.driver.capturing, self.full = 0, True
+
+    def reset(self) -> None:
+        self.full = False
+
+
+capture._wrap(Graph)
 
 
 class Owner:
@@ -72,8 +79,10 @@ def captured(driver: Driver, owners: list[Any], number: int = 1) -> Graph:
     return graph
 
 
-def test_every_graph_of_torch_writes_down_what_it_captures() -> None:
-    assert torch.cuda.CUDAGraph.capture_begin.__wrapped__
+def test_every_graph_of_torch_notes_what_it_captures() -> None:
+    for kind in (torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", torch.cuda.CUDAGraph)):
+        assert kind.capture_begin.__wrapped__
+        assert kind.reset.__wrapped__
 
 
 def test_owners_live_until_their_graph_is_deleted(driver: Driver) -> None:
@@ -86,15 +95,88 @@ def test_owners_live_until_their_graph_is_deleted(driver: Driver) -> None:
     assert all(map(gone, seen))
 
 
-def test_a_graph_that_is_captured_anew_drops_what_it_kept(driver: Driver) -> None:
+def test_a_graph_that_is_reset_drops_its_owners_before_it_is_captured_anew(driver: Driver) -> None:
     first, second = Owner(), Owner()
     seen = [weakref.ref(first), weakref.ref(second)]
     graph = captured(driver, [first])
+    del first
+    graph.reset()
+    assert gone(seen[0])
     graph.capture_begin(2)
     capture.keep(second)
     graph.capture_end()
-    del first, second
-    assert [gone(each) for each in seen] == [True, False]
+    del second
+    assert not gone(seen[1])
+
+
+def test_a_capture_that_torch_refuses_drops_nothing(driver: Driver) -> None:
+    owner = Owner()
+    seen = weakref.ref(owner)
+    graph = captured(driver, [owner])
+    del owner
+    with pytest.raises(RuntimeError, match="already owns"):
+        graph.capture_begin(2)
+    assert not gone(seen)
+
+
+def test_no_owner_of_a_failed_capture_is_deleted_inside_the_next(driver: Driver) -> None:
+    owner = Owner()
+    deleted_in: list[int] = []
+    weakref.finalize(owner, lambda: deleted_in.append(driver.capturing))
+    graph = captured(driver, [owner])
+    graph.full = False
+    del owner
+    graph.capture_begin(2)
+    capture.keep(Owner())
+    graph.capture_end()
+    del graph
+    gc.collect()
+    assert deleted_in == [0]
+
+
+def test_a_graph_without_our_kernels_needs_no_driver_that_tells(driver, monkeypatch) -> None:
+    monkeypatch.setattr(capture, "driver", object)
+    graph = Graph(driver)
+    graph.capture_begin(1)
+    with pytest.raises(AttributeError, match="cuStreamGetCaptureInfo"):
+        capture.keep(Owner())
+
+
+def test_a_subclass_of_a_graph_keeps_its_owners(driver: Driver) -> None:
+    class Named(Graph):
+        def capture_begin(self, number: int) -> None:
+            super().capture_begin(number)
+
+    owner = Owner()
+    seen = weakref.ref(owner)
+    graph = Named(driver)
+    graph.capture_begin(1)
+    capture.keep(owner)
+    del owner
+    assert not gone(seen)
+    del graph
+    assert gone(seen)
+
+
+def test_a_backward_pass_in_another_thread_keeps_owners_in_its_graph(driver: Driver) -> None:
+    owner = Owner()
+    seen = weakref.ref(owner)
+    graph = Graph(driver)
+    graph.capture_begin(1)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(capture.keep, owner).result()
+    del owner
+    assert not gone(seen)
+    del graph
+    assert gone(seen)
+
+
+def test_an_owner_that_has_its_graph_is_collected_with_it(driver: Driver) -> None:
+    owner = Owner()
+    seen = weakref.ref(owner)
+    owner.graph = captured(driver, [owner])  # type: ignore[attr-defined]
+    del owner
+    assert gone(seen)
 
 
 def test_an_owner_of_two_graphs_lives_as_long_as_either(driver: Driver) -> None:
@@ -141,19 +223,26 @@ def test_without_a_capture_nothing_is_kept(driver: Driver) -> None:
     assert not capture.KEPT
 
 
-def test_callers_of_capturing_keep_the_owners_themselves(driver, monkeypatch) -> None:
+def test_a_graph_of_the_harness_keeps_owners_too(driver, monkeypatch) -> None:
     class Entered:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __init__(self, graph: Graph, **_: Any) -> None:
+            self.graph = graph
+
         def __enter__(self) -> None:
-            driver.capturing = 1
+            self.graph.capture_begin(1)
 
         def __exit__(self, *_: Any) -> None:
-            driver.capturing = 0
+            self.graph.capture_end()
 
     monkeypatch.setattr(torch.cuda, "graph", Entered)
-    with capture.capturing(None):  # type: ignore[arg-type]
-        capture.keep(Owner())
-    assert not capture.KEPT
+    owner, graph = Owner(), Graph(driver)
+    seen = weakref.ref(owner)
+    with capture.capturing(graph):  # type: ignore[arg-type]
+        capture.keep(owner)
+    del owner
+    assert not gone(seen)
+    del graph
+    assert gone(seen)
 
 
 def test_an_error_of_the_driver_is_one_line(driver, monkeypatch) -> None:
@@ -165,7 +254,8 @@ def test_an_error_of_the_driver_is_one_line(driver, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
+@pytest.mark.parametrize("context", [torch.cuda.graph, capture.capturing])
+def test_a_graph_is_right_after_its_launch_was_deleted(context: Any) -> None:
     x = torch.randn(64, 64, device="cuda")
 
     def launched() -> Launch:
@@ -175,7 +265,7 @@ def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
     launch = launched()
     launch()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with context(graph):
         y = launch()
     del launch
     gc.collect()
@@ -183,6 +273,24 @@ def test_a_graph_is_right_after_its_launch_was_deleted() -> None:
     graph.replay()
     torch.testing.assert_close(y, x)
     del garbage
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_anew_after_a_reset() -> None:
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    x.add_(0)
+    for number in (1, 2):
+        owner = Owner()
+        seen = weakref.ref(owner)
+        with torch.cuda.graph(graph):
+            x.fill_(number)
+            capture.keep(owner)
+        del owner
+        graph.replay()
+        assert x.tolist() == [number] * 8
+        assert not gone(seen)
+        graph.reset()
+        assert gone(seen)
 
 
 @pytest.mark.gpu

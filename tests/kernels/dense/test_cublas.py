@@ -323,3 +323,17 @@ def test_a_weight_is_multiplied_by_any_x_up_to_the_most_tokens(columns: bool, mo
     for refused in (Algorithm(99), Algorithm(TILED, tile=16)):
         with pytest.raises(Unsupported, match="does not accept"):
             _cublaslt.bind_weight(w, refused, most)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_graph_keeps_no_workspace_that_its_own_pool_has(monkeypatch) -> None:
+    """Each call would have its own, and torch.compile refuses to record the next graph."""
+    kept, workspace, w = list[Any](), torch.empty(8), torch.randn(24, 16)
+    monkeypatch.setattr(_cublaslt, "_address", lambda: 1)
+    monkeypatch.setattr(_cublaslt, "is_capturing", lambda y: True)
+    monkeypatch.setattr(_cublaslt, "keep", kept.append)
+    monkeypatch.setattr(scratch, "workspace", lambda x, count: workspace)
+    _cublaslt.bind_weight(w, Algorithm(ANY), 8)(torch.randn(8, 16), w)
+    [owners] = kept
+    assert any(owner is w for owner in owners)
+    assert not any(owner is workspace for owner in owners)

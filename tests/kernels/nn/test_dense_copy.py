@@ -1,6 +1,7 @@
 """The dense copy of a frozen weight in blocks, and what no copy does."""
 
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common.unstructured import UnstructuredCall
-from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.bsr._call import BsrCall, problem_of
 from sparsebench.kernels.dense._cublaslt import Algorithm
 from sparsebench.kernels.dense._gemm import DenseProduct
 from sparsebench.kernels.nn import _dense_copy
@@ -99,18 +101,58 @@ def direct(number: int, *, columns: bool = True) -> DenseConfig:
 
 
 def test_a_direct_call_that_takes_no_single_row_is_left_out(searched) -> None:
-    configs = [*_dense_copy.direct_choices({True: torch.randn(32, 16).T}, 8)]
+    configs = [*_dense_copy.direct_choices({True: lambda: torch.randn(16, 32).T}, 8)]
     assert configs == [direct(1), direct(12)]
     assert searched == [(8, True)]
 
 
+def copies() -> dict[bool, Any]:
+    make, w = _dense_copy.laid_out, torch.randn(32, 16)
+    return {columns: partial(make, w, columns=columns) for columns in (True, False)}
+
+
 def test_direct_calls_have_both_layouts_and_the_ends_of_a_bucket(searched) -> None:
-    w = torch.randn(32, 16)
-    copies = {columns: _dense_copy.laid_out(w, columns=columns) for columns in (True, False)}
-    configs = [*_dense_copy.direct_choices(copies, 320)]
+    configs = [*_dense_copy.direct_choices(copies(), 320)]
     both = [direct(1), direct(1, columns=False)]
     assert configs == [*both, direct(324), direct(293)]
     assert searched == [(320, True), (320, False), (289, True), (289, False)]
+
+
+def test_a_call_that_is_fast_for_the_fewest_tokens_is_right_for_all(searched, monkeypatch) -> None:
+    def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Any:
+        wrong = algorithm == Algorithm(4 + 289)
+        return lambda x, w, out: out.copy_(x @ w.T * (2 if wrong and len(x) > 289 else 1))
+
+    monkeypatch.setattr(_dense_copy._cublaslt, "bind_weight", bind_weight)
+    assert direct(4 + 289) not in _dense_copy.direct_choices(copies(), 320)
+
+
+def test_nothing_is_timed_before_a_search_comes_to_direct_calls(searched) -> None:
+    offsets: Any = SimpleNamespace(is_cuda=True, device="cpu")
+    call = BsrCall("linear", 64, (32, 16), (8, 8), torch.float32, live=False)
+    before = torch.get_rng_state()
+    choices = _dense_copy.block_choices(SimpleNamespace(offsets=offsets), call)  # type: ignore
+    assert next(iter(choices)) == DenseConfig()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not searched
+    assert next(iter(choices)).algorithm
+    assert searched
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_a_list_may_have_a_direct_call_with_either_layout(searched, tmp_path, columns) -> None:
+    dense = torch.randn(32, 16)
+    w = Bsr.from_dense(dense, block=8)
+    call = BsrCall("linear", 8, (32, 16), (8, 8), torch.float32, live=False)
+    problem = problem_of(call, len(w.columns))
+    choice = {"kernel": "dense", **asdict(direct(1, columns=columns))}
+    file = tmp_path / "list.choices"
+    file.write_text(lists.line(problem, choice))
+    [candidate] = _dense_copy.OF_BLOCKS.candidates(w, call, lists.parse(file)[lists.key(problem)])
+    product, x, out = candidate.plan(), torch.randn(8, 16), torch.empty(8, 32)
+    packed = product.packed(w.values)
+    assert packed.is_contiguous() != columns
+    torch.testing.assert_close(product.run(x, packed, out), x @ dense.T)
 
 
 def test_a_search_times_torch_and_the_fastest_direct_call_first() -> None:

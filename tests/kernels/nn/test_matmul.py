@@ -201,8 +201,10 @@ def test_copies_of_a_frozen_weight_and_weights_of_inference_mode_are_not_frozen(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("block", [16, 28])
-def test_no_graph_packs_a_frozen_weight(block: int, first: bool, monkeypatch) -> None:
+@pytest.mark.parametrize(("block", "kernel"), [(16, None), (28, None), (16, "bsr_small")])
+def test_no_graph_packs_a_frozen_weight(
+    block: int, kernel: str | None, first: bool, monkeypatch
+) -> None:
     """Its packed copy is alive in the graph, which replays with other activations.
 
     first  the captured call is the first one
@@ -219,10 +221,10 @@ def test_no_graph_packs_a_frozen_weight(block: int, first: bool, monkeypatch) ->
 
     monkeypatch.setattr(Packing, "__call__", pack_outside)
     if not first:
-        sparsebench.matmul(x, w)
+        sparsebench.matmul(x, w, kernel=kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = sparsebench.matmul(x, w)
+        y = sparsebench.matmul(x, w, kernel=kernel)
     del w
     gc.collect()
     x.normal_()
