@@ -17,9 +17,12 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.reports.crossings import PARTS
 from sparsebench.reports.grids import doubt, on_same_zeros, sentences
+from sparsebench.results.advice.crossings import method_of
 from sparsebench.results.formatting import between, conditions, duration, percent, times
 from sparsebench.results.problem_names import problem_name
+from sparsebench.results.record import UNPRUNED
 from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
@@ -27,7 +30,7 @@ from sparsebench.results.tables.cases import DENSE
 from sparsebench.results.tables.contests import in_chain, stored_name, usual
 from sparsebench.results.tables.families import DEFAULT
 from sparsebench.results.tables.frame import fields, records
-from sparsebench.results.tables.grid import Case, Finding, View, outcome_of
+from sparsebench.results.tables.grid import EVERY, Case, Finding, View, outcome_of
 
 TOPIC = ("op", "pattern")
 USUAL = 0.9  # the winner is the fastest case at the measured sparsity nearest to this
@@ -64,8 +67,8 @@ def first_views(analysis: Analysis) -> list[View]:
 
 
 def topic_of(view: View) -> str:
-    """Name the op, pattern and dtype of a view as far as others differ in them."""
-    return problem_name(view.choice, [n for n in (*TOPIC, "dtype") if n in view.choice])
+    """Name what a view has chosen: the fields in which other views differ."""
+    return problem_name(view.choice, [name for name in view.choice if view.choice[name] != EVERY])
 
 
 def headline(analysis: Analysis) -> dict[str, Any]:
@@ -122,11 +125,15 @@ def headline_text(finding: Finding) -> tuple[str, str]:
     if pd.isna(case["gain"]):
         return "", f"{who}, without a dense time"
     word = f", {reason}" if (reason := doubt(case)) else ""
-    format_of = "dense, " if case["name"] == case["dense_name"] else ""  # one kernel runs both
+    format_of = "dense, " if _runs_dense_too(case) else ""
     dense = f"{case['dense_name']} ({format_of}{duration(case['dense_us'])})"
     gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
     beside = "".join(f", {text}" for text in (on_same_zeros(case), _under_load(case)) if text)
     return gain, f"as fast as {dense}{word}{beside}: {who}"
+
+
+def _runs_dense_too(case: Mapping[Any, Any]) -> bool:
+    return bool(case["name"] == str(case.get("dense_name")).removesuffix(UNPRUNED))
 
 
 def _under_load(case: Case) -> str:
@@ -146,12 +153,25 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     place = problem_name(best, names)
     contest = timed[timed.place == best["place"]]
     rivals = contest[(contest.side != "dense") & (contest.label != best["label"])]
-    details = [place, "; ".join(_lead(best, rivals.sort_values("median_us")))]
+    rivals = rivals.sort_values("median_us")
+    details = [place, _with_selection(best, rivals), "; ".join(_lead(best, rivals))]
     if best["scope"] != isolated["scope"]:
         gain = times(isolated["gain"], isolated["half"])
         details.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     details.append(conditions(best))
     return Finding(contender_name(best), place, outcome_of(best), best, [*filter(None, details)])
+
+
+def _with_selection(best: Case, rivals: pd.DataFrame) -> str:
+    """Write the fastest call that also selects its blocks, if the winner was given them."""
+    given = {"", *PARTS}
+    whole = rivals[~rivals.choice.map(method_of).isin(given) & rivals.gain.notna()]
+    if whole.empty or method_of(best["choice"]) not in given:
+        return ""
+    call = dict(whole.iloc[0])
+    gain = between(*(call[end] for end in ("gain", "low", "high", "half")))
+    text = f"{gain} if the call also selects its blocks: {contender_name(call)}"
+    return f"{text} {duration(call['median_us'])}"
 
 
 def _lead(best: Case, rivals: pd.DataFrame) -> Iterator[str]:
@@ -216,7 +236,7 @@ def contender_name(case: Mapping[Any, Any]) -> str:
     name = str(case["name"])
     if str(case["chosen"]).startswith(DENSE):
         return f"{name} (by {case['kernel']})"
-    if name != case.get("dense_name") or case["side"] == "dense":
+    if not _runs_dense_too(case) or case["side"] == "dense":
         return name
     stored = (str(case[field]) for field in ("kind", "tile", "block", "pattern"))
     return f"{name} ({stored_name(*stored)})"

@@ -22,7 +22,8 @@ from sparsebench.results.tables.parts import parts_of
 LAST = "attention"  # the part that a call with a known mask has alone
 ORDER = "score", "select", "lists", "plan"  # in which a call runs its parts; others follow
 READ = (
-    "Each part is timed alone, with a cold cache, so the parts add up to more than the whole. "
+    "Each part is timed alone, with a cold cache, so the parts do not add up to the whole: a part "
+    "finds nothing in the L2 cache, and has a higher clock if power limits the whole call. "
     "The rest: the share of the whole call that its attention, alone, does not take. It is what a "
     "mask that changes costs."
 )

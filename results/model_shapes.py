@@ -27,6 +27,7 @@ NAMES = {  # a field of ModelShapes: the name in config.json
     "heads": "num_attention_heads",
     "vocab": "vocab_size",
 }
+OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 OTHER_LAYERS = {"llama4", "llama4_text"}  # without experts, of another size: every second one
 GEMMA = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}

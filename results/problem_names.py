@@ -12,8 +12,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.formatting import PATTERNS, blocks_text, percent, size_text
-from sparsebench.results.model_shapes import model_name
-from sparsebench.results.tables.contests import OF_MODEL
+from sparsebench.results.model_shapes import OF_MODEL, model_name
 
 SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
 """Fields that the name of a model stands for."""
@@ -61,6 +60,7 @@ VALUES = {
     ("pattern", "dense"): "",
     ("pruned", "all"): "pruned MLPs and attention",
     ("lengths", "short"): "short",
+    ("requests", "1"): "1 request",
     ("scope", "chain"): "inside a chain",
     ("scope", "cold"): "first token after the start",
     ("scope", "first_token"): "first token",

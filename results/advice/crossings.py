@@ -185,9 +185,14 @@ def _cases(analysis: Analysis) -> Iterator[dict[Any, Any]]:
         return
     timed = with_gains(cases[usual])
     for line in records(timed[(timed.side != "dense") & timed.gain.notna()]):
-        method = json.loads(line["choice"] or "{}").get("selects")
+        method = method_of(line["choice"])
         if method and line["m"] in (1, _length(line)):
-            yield line | {"selects": str(method)}
+            yield line | {"selects": method}
+
+
+def method_of(choice: str) -> str:
+    """Return how a call with this choice selects its blocks; "" if it is given them."""
+    return str(json.loads(choice or "{}").get("selects", ""))
 
 
 def _length(line: Line) -> int:

@@ -28,7 +28,7 @@ import pandas as pd
 
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import FORMATS, duration
-from sparsebench.results.model_shapes import model_name
+from sparsebench.results.model_shapes import OF_MODEL, model_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.statistics.ratio import ratio_over
@@ -42,7 +42,6 @@ NEEDED += ["speedup", "speedup_low"]
 NEEDED += ["speedup_high", "interval", "blocks", "median_us", "between", "name"]
 OF_GAIN = ["gain", "low", "high", "decided", "gain_interval", "dense_name", "dense_us"]
 OF_ZEROS = ["zeros_gain", "zeros_low", "zeros_high"]
-OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
 SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
 HALF = "half 2:4"  # half of each weight is 2:4 and half is dense

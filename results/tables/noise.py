@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import scipy
 
+from sparsebench.results.problem_names import field_text
 from sparsebench.results.statistics.ratio import FEWEST, hodges_lehmann
 from sparsebench.results.tables.frame import fields, records
 
@@ -77,7 +78,8 @@ class Noise:
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
         percents = {name: float(f"{100 * floor:.2g}") for name, floor in self.floors.items()}
-        texts = [f"{percent:g} % ({name})" for name, percent in percents.items()]
+        timed = {name: name if name in FLOORS else field_text("scope", name) for name in percents}
+        texts = [f"{each:g} % ({timed[name]})" for name, each in percents.items()]
         return f"Noise floor of one process: {', '.join(texts)}."
 
     @property

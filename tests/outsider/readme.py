@@ -279,7 +279,7 @@ def with_factors() -> pd.DataFrame:
     """Return all cases with `factor`: the time over the least of any run of the same case."""
     every = every_case()
     what = [every[name].map(json.dumps) for name in ("fields", "params", "options")]
-    keys = ["device", "op", "source", "format", "kernel", "scope", "cache", *what]
+    keys = ["device", "op", "source", "format", "kernel", "weights", "scope", "cache", *what]
     least = every.groupby(keys, dropna=False).median_us.transform("min")
     return every.assign(factor=every.median_us / least)
 

@@ -6,6 +6,7 @@ from typing import Any
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.build import build
 from sparsebench.reports.figures import parts as figure
+from sparsebench.reports.findings import headlines
 from sparsebench.reports.parts import parts
 from sparsebench.reports.terminal import RunAnswer, answer_markdown
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -45,6 +46,7 @@ def analysis(sparsity: tuple[float, ...] = (0.9,), **changes: Any) -> Analysis:
                     for name, part_us in PARTS.get(contender.kernel, {}).items()
                 ]
                 given = {"samples_us": (us,), "candidates": (*SEARCH, *alone), **changes}
+                given["choice"] = {k: v for k, v in contender.options.items() if k == "selects"}
                 rows.append(Row(Case(problem, contender), Status.OK, process, **given))
     return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, rows))
 
@@ -73,6 +75,13 @@ def test_the_report_and_the_terminal_show_the_parts() -> None:
     assert "303 µs" in build(shown, only="parts")
     assert "303 µs" in answer_markdown(shown)
     assert "303 µs" in printed(RunAnswer(shown), 160)
+
+
+def test_a_winner_that_is_given_its_blocks_has_the_whole_call_beside_it() -> None:
+    (finding,) = headlines(analysis())
+    assert finding.contender == "attention_wgmma"
+    expected = "8.2× if the call also selects its blocks: attention_selected selects=pooled 400 µs"
+    assert expected in finding.details
 
 
 def test_a_part_that_failed_has_no_time() -> None:

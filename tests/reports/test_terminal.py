@@ -17,7 +17,7 @@ from sparsebench.reports.findings import contender_name, general, headlines
 from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import UNPRUNED, Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun, read
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import by_default
@@ -167,6 +167,24 @@ def test_a_kernel_that_runs_dense_weights_too_has_the_format_beside_its_name() -
     case |= {"kind": "spense", "tile": "", "block": "64", "pattern": "two_four_blocks"}
     assert contender_name(case) == "serving_transformers (2:4)"
     assert contender_name(case | {"side": "dense"}) == name
+    assert contender_name(case | {"dense_name": name + UNPRUNED}) == f"{name} (2:4)"
+
+
+def test_a_finding_of_one_of_several_views_names_it() -> None:
+    result = run(8, 50.0)
+    few, many = (
+        [
+            replace(r, case=Case(Problem("linear", fields), r.case.contender))
+            for r in result.rows
+            for level in (0.8, 0.9)
+            for fields in [{**r.case.problem.fields, "m": m, "sparsity": level}]
+        ]
+        for m in (1, 4096)
+    )
+    (alone,), (first,) = (
+        general(analyse(replace(result, rows=rows))) for rows in (few, few + many)
+    )
+    assert first == f"m 1: {alone}"
 
 
 def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:

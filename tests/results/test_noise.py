@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import frame
-from sparsebench.results.tables.noise import classes, floors, pairs
+from sparsebench.results.tables.noise import Noise, classes, floors, pairs
 
 A = Contender("dense", "cublas", baseline=True)
 A_TWIN = replace(A, baseline=False, twin=True)
@@ -88,6 +89,11 @@ def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     other = frame(contest((A, 50.0)))
     assert set(noise.floor(other)) == {noise.floors["8 to 20 µs"]}
     assert "4.1 % (8 to 20 µs), 0.5 % (above 100 µs)." in noise.sentence
+
+
+def test_the_floor_of_what_is_no_kernel_time_says_what_was_timed() -> None:
+    cold = Noise(pd.DataFrame(), {"above 100 µs": 0.01, "cold": 0.56})
+    assert "1 % (above 100 µs), 56 % (first token after the start)." in cold.sentence
 
 
 def test_a_speed_up_is_as_uncertain_as_its_interval_and_at_least_as_equal_kernels_are() -> None:
