@@ -41,7 +41,7 @@ import pandas as pd
 
 from sparsebench._writing import write_file
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics.ratio import Floats, by_round, median_logs, quantiles
+from sparsebench.results.statistics.ratio import Floats, median_logs, medians_by_round, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -97,14 +97,16 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
     label, others = _labels(problems, rows), opponents(rows, problems)
-    blocks_us = {id(row): rounds_us(row) for row in rows if row.samples_us}
+    samples_us = [np.array(row.samples_us) for row in rows]
+    medians_us = medians_by_round(samples_us, [row.samples_per_block for row in rows])
+    blocks_us = {id(row): us for row, us in zip(rows, medians_us, strict=True) if us.size}
 
     def logs(row: Row, other: Row | None) -> Sequence[float] | Floats:
         if other is None or row.status is not Status.OK:
             return ()
         return median_logs(blocks_us[id(other)], blocks_us[id(row)])
 
-    times_us = quantiles([row.samples_us for row in rows], SHARES_OF_SAMPLES)
+    times_us = quantiles(samples_us, SHARES_OF_SAMPLES)
     pairs = [*zip(rows, others, strict=True)]
     speedups = np.exp(quantiles([logs(row, of.base) for row, of in pairs], [0.5, 0.25, 0.75]))
     has_one = [of.base is of.same_zeros for of in others]
@@ -385,12 +387,6 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[Opponents]:
         pair = originals.get((contest, _recipe(contender))) if contender.twin else None
         opposed.append(Opponents(base, same_zeros, pair))
     return opposed
-
-
-def rounds_us(row: Row) -> Floats:
-    """Return the median time of each round in µs."""
-    medians: Floats = np.median(by_round(row.samples_us, row.samples_per_block), axis=-1)
-    return medians
 
 
 def _recipe(contender: Contender) -> Hashable:
