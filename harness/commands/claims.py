@@ -160,12 +160,13 @@ def _evidence(
 
 def _show(result: "ClaimEvidence", out: Path | None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
-    from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import verdict_table
 
     wide().print(verdict_table(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
+    from sparsebench.reports.claims.pages import alone, entries  # imports matplotlib, 0.2 s
+
     pages = entries(result.planned(), result.cells)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
