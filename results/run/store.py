@@ -302,8 +302,7 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
     """Return all rows on disk, or those that `read` needs, without a torn last line."""
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
-    places = [line.find(',"status":') if line.startswith(CASE) else -1 for line in lines]
-    heads = [line[: max(0, place)] for line, place in zip(lines, places, strict=True)]
+    heads = [line.partition(',"status":')[0] if line.startswith(CASE) else "" for line in lines]
     cases = _cases(heads)
     chosen = {head for head, case in cases.items() if not needed or needed(case.problem)}
     if not chosen and cases.keys() >= {*heads}:
@@ -320,12 +319,9 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
 
 
 def _cases(heads: Iterable[str]) -> dict[str, Case]:
-    """Return the case of each beginning of a row, which all processes share.
-
-    A row that begins otherwise has none. Its line is parsed for its case, or is an error.
-    """
+    """Return the case at the beginning of each row; a row that begins otherwise is read whole."""
     cases = {}
-    for head in {*heads} - {""}:
+    for head in {*heads}:
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             cases[head] = Case.from_json(json.loads(head[len(CASE) :]))
     return cases
