@@ -10,7 +10,7 @@ Run ─> rows    one line per row: ratios round by round, units (frame.py)
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
@@ -43,6 +43,12 @@ class Analysis:
     def cases(self) -> pd.DataFrame:
         """Return the estimates with verdicts."""
         return with_verdicts(self.estimates, self.noise)
+
+    def of(self, cases: pd.DataFrame, run: StoredRun | None = None) -> Self:
+        """Return the analysis of some of the cases, whose verdicts stay those among all."""
+        some = replace(self, run=run or self.run, estimates=cases)
+        vars(some)["cases"] = cases
+        return some
 
     @cached_property
     def timed(self) -> pd.DataFrame:
