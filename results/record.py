@@ -150,7 +150,7 @@ class Contender:
     def is_unpruned(self) -> bool:
         return self.weights == "original"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Return the name for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))

@@ -40,7 +40,7 @@ import numpy as np
 import pandas as pd
 
 from sparsebench._writing import write_file
-from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
+from sparsebench.results.record import POWER_LIMITED, Case, Contender, Row, Status, Value
 from sparsebench.results.statistics.ratio import Floats, median_logs, medians_by_round, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
@@ -115,25 +115,25 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
         for one, (row, of) in zip(has_one, pairs, strict=True)
     ]
     same_zeros = np.where(has_one, speedups[:, 0], np.exp(quantiles(ratios, [0.5]))[:, 0])
+    numbers = times_us.tolist(), speedups.tolist(), same_zeros.tolist()
+    cases = {id(row.case): row.case for row in rows}  # rows of one case share it
+    facts = {key: _case_facts(case, sources) for key, case in cases.items()}
     lines = [
-        {"problem_id": problem, "label": label(row.case.contender)}
-        | _case_facts(row, sources)
-        | _measurements(row, of_samples)
-        | {"blocks_us": blocks_us.get(id(row))}
-        | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
-        | {"same_zeros": over_zeros}
-        | _under_load(row, of.base)
-        | {"baseline_label": label(of.base.case.contender) if of.base else np.nan}
-        | {"baseline_weights": of.base.case.contender.weights if of.base else ""}
-        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan}
+        {
+            "problem_id": problem,
+            "label": label(row.case.contender),
+            **facts[id(row.case)],
+            **_measurements(row, of_samples),
+            "blocks_us": blocks_us.get(id(row)),
+            **dict(zip(["speedup", *QUARTILES], of_speedup, strict=True)),
+            "same_zeros": over_zeros,
+            **_under_load(row, of.base),
+            "baseline_label": label(of.base.case.contender) if of.base else np.nan,
+            "baseline_weights": of.base.case.contender.weights if of.base else "",
+            "aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan,
+        }
         for problem, row, of, of_samples, of_speedup, over_zeros in zip(
-            problems,
-            rows,
-            others,
-            times_us.tolist(),
-            speedups.tolist(),
-            same_zeros.tolist(),
-            strict=True,
+            problems, rows, others, *numbers, strict=True
         )
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
@@ -229,12 +229,12 @@ def shortest_endings(labels: Collection[str]) -> dict[str, str]:
     }
 
 
-def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
-    problem, contender = row.case.problem, row.case.contender
+def _case_facts(case: Case, sources: Mapping[str, str]) -> dict[str, Any]:
+    problem, contender = case.problem, case.contender
     values = {name: _plain(value) for name, value in problem.fields.items()}
     return values | {
         "block": str(values.get("block", "")),
-        "case_id": row.case.id,
+        "case_id": case.id,
         "op": problem.op,
         "seed": problem.seed,
         "source": sources[problem.source.label] if problem.source else None,
