@@ -187,8 +187,8 @@ SELECTORS: dict[str, Selector] = {}
 
 def select(scores: Tensor, sizes: list[int], mass: float) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as `select_in_torch` defines them."""
-    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    arrays: tuple[Tensor, Tensor] = (_operator if is_watched else _select)(scores, sizes, mass)
+    has_mode = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    arrays: tuple[Tensor, Tensor] = (_operator if has_mode else _select)(scores, sizes, mass)
     return arrays
 
 

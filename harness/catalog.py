@@ -166,8 +166,9 @@ def declaration_of(folder: str, name: str) -> Declaration:
     """
     if outside(folder, name):
         declare_all([(folder, name)])
-        return _declarations[folder, name]
-    return import_declaration(folder, name)
+    elif (folder, name) not in _declarations:
+        _declarations[folder, name] = import_declaration(folder, name)
+    return _declarations[folder, name]
 
 
 def import_declaration(folder: str, name: str) -> Declaration:
@@ -183,7 +184,7 @@ def import_declaration(folder: str, name: str) -> Declaration:
 
 
 _declarations: dict[tuple[str, str], Declaration] = {}
-"""Declarations from outside, by folder and name."""
+"""Declarations by folder and name; a suite needs those of a kernel once a problem."""
 
 
 def declare_all(names: Iterable[tuple[str, str]]) -> None:

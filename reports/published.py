@@ -316,7 +316,7 @@ def terminal(runs: Runs) -> str:
     titled = replace(run.run, suite={**run.run.suite, "title": suite["title"]})  # today's wording
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(RunAnswer(replace(run, run=titled, cases=cases)))
+    console.print(RunAnswer(run.of(cases, titled)))
     lines = [*text.getvalue().splitlines()[:LINES], "..."]
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 

@@ -43,7 +43,7 @@ class PublishedAnswer:
             heading = f"NOT MEASURED HERE: the same suite on one {device} ({where})"
             yield Text(heading, style="bold yellow")
             every = analyse(there)
-            measured = replace(every, cases=every.cases[every.cases.status == Status.OK])
+            measured = every.of(every.cases[every.cases.status == Status.OK])
             for line in findings(measured):
                 yield indented(line)
             yield Text()

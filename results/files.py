@@ -31,6 +31,7 @@ YAML_DEPTH = 32
 YAML_NODES = 100_000
 OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9_]+(:[0-9_.]+)+")
 LARGEST = 2**63 - 1  # an integer; the smallest is -LARGEST - 1
+LARGEST_LENGTH = len(str(LARGEST))
 INTEGER_LENGTH = 100  # characters; int() takes quadratic time
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 UNKNOWN_KEY = "extra_forbidden", "unexpected_keyword_argument"  # of a model, of a dataclass
@@ -114,6 +115,8 @@ def parse_json(written: str) -> Any:
     beyond: list[str] = []
 
     def whole(text: str) -> int | None:
+        if len(text) < LARGEST_LENGTH:  # a row has 40 integers, nearly all of a few digits
+            return int(text)
         if (number := _whole(text)) is None:
             beyond.append(text)
         return number

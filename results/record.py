@@ -150,7 +150,7 @@ class Contender:
     def is_unpruned(self) -> bool:
         return self.weights == "original"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Return the name for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
@@ -266,9 +266,10 @@ class Row:
         return str(self.choice.get("chosen", "")).replace("sparse activations, ", "cvse, ")
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
+    def from_json(cls, data: Mapping[str, Any], case: Case | None = None) -> Self:
+        """Read a row; `case` is its case if that was read before, so that its rows share it."""
         fixed = {
-            "case": Case.from_json(data["case"]),
+            "case": case or Case.from_json(data["case"]),
             "status": Status(data["status"]),
             "samples_us": tuple(data["samples_us"]),
             "draws": tuple(data["draws"]),

@@ -1,5 +1,6 @@
 """`sparsebench claims`: judge published claims about sparse formats."""
 
+import gc
 from functools import partial
 from importlib.metadata import version
 from math import inf
@@ -150,6 +151,7 @@ def _evidence(
     from sparsebench.harness.claims.claim_plan import read_claims
 
     written, paths = read_claims(names or []), _runs(runs)
+    gc.freeze()  # modules outlive the command: to look at them again and again took 0.7 s
     with progress_bar() as show:
         result = evidence(written, paths, data, show)
     warn_of_changes(result.runs.values())
@@ -158,12 +160,13 @@ def _evidence(
 
 def _show(result: "ClaimEvidence", out: Path | None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
-    from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import verdict_table
 
     wide().print(verdict_table(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
+    from sparsebench.reports.claims.pages import alone, entries  # imports matplotlib, 0.2 s
+
     pages = entries(result.planned(), result.cells)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name

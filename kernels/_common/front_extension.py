@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 from sparsebench._writing import cache_folder
 from sparsebench.kernels._common.driver import driver
@@ -89,6 +88,8 @@ def _built() -> Path:
     file = folder / f"{NAME}.so"
     if file.exists():
         return file
+    from torch.utils import cpp_extension  # imports setuptools, 0.15 s
+
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     library = Path(torch.__file__).parent / "lib"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Detect calls that torch traces, and lay operands out as kernels read them.
 
-Kernels take addresses, so a call that a mode watches must go through an operator. The fast paths of
+Kernels take addresses, so a call that torch traces must go through an operator. The fast paths of
 layers check this first. Under torch.func there is no address, so layers refuse it.
 """
 
@@ -25,13 +25,13 @@ def refuse_transforms() -> None:
 
 
 def is_traced() -> bool:
-    """Return whether torch traces the call, or differentiates it forward. Raises Unsupported."""
+    """Return whether an operator must run: `has_mode`, or forward AD is on. Raises Unsupported."""
     refuse_transforms()
-    return forward_ad._current_level >= 0 or is_watched()
+    return forward_ad._current_level >= 0 or has_mode()
 
 
-def is_watched() -> bool:
-    """Return whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) traces."""
+def has_mode() -> bool:
+    """Return whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) is on."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

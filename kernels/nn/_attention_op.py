@@ -61,7 +61,6 @@ from sparsebench.kernels._common.transforms import (
     device_guard,
     is_current,
     is_traced,
-    is_watched,
 )
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
@@ -384,7 +383,7 @@ def _derivative(mask: BlockMask, scale: float) -> Derivative:
         columns = operands[3:-3]
         call = _call("attention_backward", operands[0], operands[1], mask.block, scale)
         none = [None] * len(columns)  # columns have no gradient
-        if torch.is_grad_enabled() or is_watched():
+        if torch.is_grad_enabled() or is_traced():
             rest = [*operands[:3], *operands[-3:]]
             parts = gradients(rest, *_arguments(_with_columns(mask, columns)), scale)
             return [*parts, *none]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
@@ -40,9 +39,7 @@ from sparsebench.kernels._common.transforms import (
     device_guard,
     is_current,
     is_traced,
-    is_watched,
     readable,
-    refuse_transforms,
     rows_of,
     unflatten,
 )
@@ -199,8 +196,7 @@ def multiply(
     x: Tensor, values: Tensor, bias: Tensor | None, offsets: Tensor, columns: Tensor, n: int
 ) -> Tensor:
     """Return Y [..., n] of X [..., k], plus the bias [n]. Raises FormatError, Unsupported."""
-    refuse_transforms()
-    if is_watched():
+    if is_traced():
         y = linear(rows_of(x), values, offsets, columns, n)
         return unflatten(y if bias is None else y + bias.to(y.dtype), x)
     pattern = pattern_of(offsets, columns)
@@ -254,9 +250,7 @@ def multiply_recorded(
 
 
 def _differentiated(*operands: Tensor | None) -> bool:
-    """Return whether autograd, or forward-mode AD, must see the call."""
-    if forward_ad._current_level >= 0:
-        return True
+    """Return whether autograd must see the call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
@@ -273,7 +267,7 @@ def _gradients(
     (x, values, *_), (for_x, for_values), (n, k) = saved, needed, shape
     dx = dw = None
     flat = dy if dy.dim() == 2 else dy.reshape(-1, n)
-    again = torch.is_grad_enabled() or is_watched()  # operators refuse second derivatives
+    again = torch.is_grad_enabled() or is_traced()  # operators refuse second derivatives
     index = pattern.offsets, pattern.columns
     if for_x and values is not None:
         dx = dgrad(flat, values, *index, k) if again else _dx(pattern, flat, values, k, front)

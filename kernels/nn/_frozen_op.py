@@ -23,7 +23,7 @@ from sparsebench.kernels._common.front import BackwardProduct, Derivative, Front
 from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.stamp import by_stamp
-from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten
+from sparsebench.kernels._common.transforms import is_traced, readable, rows_of, unflatten
 from sparsebench.kernels._common.unstructured import UnstructuredCall, operator_of
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma, bitmap_pairs
@@ -88,7 +88,7 @@ def derivative_of(w: Bitmap) -> Derivative:
         if plans_of(w) is not before:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
-        if torch.is_grad_enabled() or is_watched():
+        if torch.is_grad_enabled() or is_traced():
             return [unflatten(linear(rows, transposed), dy)]
 
         def product(rows: Tensor) -> list[Tensor]:

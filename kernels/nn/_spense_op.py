@@ -43,7 +43,6 @@ from sparsebench.kernels._common.transforms import (
     device_guard,
     is_current,
     is_traced,
-    is_watched,
     readable,
     rows_of,
     unflatten,
@@ -176,7 +175,7 @@ def _derivative(w: Spense, activation: str | None) -> Derivative:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         rows = None if (x := saved[0]) is None else rows_of(x)
         gradient = aligned(rows_of(dy))
-        if torch.is_grad_enabled() or is_watched():  # operators refuse second derivatives
+        if torch.is_grad_enabled() or is_traced():  # operators refuse second derivatives
             layout = *w.shape, *w.sparse_shape, activation
             dx: Tensor = dgrad(gradient, rows, w.sparse, w.dense, *layout)
         else:

@@ -19,7 +19,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.transforms import is_watched
+from sparsebench.kernels._common.transforms import is_traced
 from sparsebench.kernels.attention.methods._method import FOLDER, Method
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
@@ -152,7 +152,7 @@ def attention_of_elements(
     require_operands(q, k, v, (batch, queries, keys), lists, device)
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
-    if is_watched() or (elements is not None and is_capturing(q)):
+    if is_traced() or (elements is not None and is_capturing(q)):
         sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
         o: Tensor = attend(q, k, v, arrays, sizes, factor_of(q, scale))[0]

@@ -21,7 +21,7 @@ from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import is_watched, unflatten
+from sparsebench.kernels._common.transforms import has_mode, unflatten
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn._dense_copy import dense_copy
 from sparsebench.kernels.nn._frozen_op import SIGNATURE, plan
@@ -161,7 +161,7 @@ class BitmapLinear(PackedLinear):
             if fast is not None:
                 return fast
         bias = self.bias
-        if is_watched():
+        if has_mode():  # under forward AD, torch multiplies, and has the tangent
             y = self._traced(x)
             return y if bias is None else y + bias
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as disable_dynamo
 from torch.nn.functional import linear
 
 from sparsebench._discovery import load, modules
@@ -207,8 +208,9 @@ def _require_alike(x: Tensor, w: Format) -> None:
         raise Unsupported(f"matmul: expected X on {', '.join(devices)} like W, found {x.device}")
 
 
+# disable_dynamo is torch.compiler.disable, but imports torch._dynamo (1 s) in the first call
 _dense_weight: Callable[[Bitmap], Tensor]
-_dense_weight = torch.compiler.disable(dense_copy)  # looks up the copy
+_dense_weight = disable_dynamo(dense_copy)  # looks up the copy
 
 
 # ---- named kernels ----
@@ -234,7 +236,7 @@ def _run_named(x: Tensor, w: Format, name: str) -> Tensor:
 
 
 by_name: Callable[[Tensor, Format, str], Tensor]
-by_name = torch.compiler.disable(_run_named)  # looks up plans
+by_name = disable_dynamo(_run_named)  # looks up plans
 
 
 class _NamedProduct(torch.autograd.Function):

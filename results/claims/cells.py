@@ -115,7 +115,8 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cla
     launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
     cells_of_test = []
     for problem, lines in contests.items():
-        named = {n: _plain(lines[0][n]) for n in ("op", *fields(analysis.cases), "source", "level")}
+        names = "op", *fields(analysis.estimates), "source", "level"
+        named = {name: _plain(lines[0][name]) for name in names}
         at = {name: value for name, value in test.at.items() if name == "sparsity"}
         if not covers(test.model_copy(update={"at": at}), {"sparsity": lines[0]["sparsity"]}):
             continue  # its weights have another sparsity than the problem asks for

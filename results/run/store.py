@@ -302,31 +302,29 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
     """Return all rows on disk, or those that `read` needs, without a torn last line."""
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
-    numbered = [*enumerate(lines, start=2)]
-    if needed:  # a case that cannot be read is an error below
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            numbered = _of_problems(numbered, needed)
-    read = {n: _row(f"{file}: line {n}: ", line, names) for n, line in numbered}
+    heads = [line.partition(',"status":')[0] if line.startswith(CASE) else "" for line in lines]
+    cases = _cases(heads)
+    chosen = {head for head, case in cases.items() if not needed or needed(case.problem)}
+    if not chosen and cases.keys() >= {*heads}:
+        return []
+    paired = {case.problem.id for case in cases.values() if case.contender.twin}
+    chosen |= {head for head, case in cases.items() if case.problem.id in paired}
+    read = {
+        number: _row(f"{file}: line {number}: ", line, names, cases.get(head))
+        for number, (line, head) in enumerate(zip(lines, heads, strict=True), start=2)
+        if head in chosen or head not in cases
+    }
     _each_once(file, read)
     return [*read.values()]
 
 
-def _of_problems(
-    numbered: list[tuple[int, str]], needed: Callable[[Problem], bool]
-) -> list[tuple[int, str]]:
-    """Return the lines that `read` needs, by their cases, without parsing the rest of a line.
-
-    A case is the first field, and has many lines. A line that begins otherwise stays.
-    """
-    places = [line.find(',"status":') if line.startswith(CASE) else -1 for _, line in numbered]
-    heads = [line[: max(0, place)] for (_, line), place in zip(numbered, places, strict=True)]
-    matches = {""}
-    cases = {head: Case.from_json(json.loads(head[len(CASE) :])) for head in {*heads} - matches}
-    if not any(needed(case.problem) for case in cases.values()) and matches.isdisjoint(heads):
-        return []
-    paired = {case.problem.id for case in cases.values() if case.contender.twin}
-    matches |= {h for h, case in cases.items() if case.problem.id in paired or needed(case.problem)}
-    return [line for line, head in zip(numbered, heads, strict=True) if head in matches]
+def _cases(heads: Iterable[str]) -> dict[str, Case]:
+    """Return the case at the beginning of each row; a row that begins otherwise is read whole."""
+    cases = {}
+    for head in {*heads}:
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            cases[head] = Case.from_json(json.loads(head[len(CASE) :]))
+    return cases
 
 
 def _each_once(file: Path, rows: Mapping[int, Row]) -> None:
@@ -349,7 +347,7 @@ def unreadable(row: Row) -> str:
     return ""
 
 
-def _row(place: str, line: str, needed: frozenset[str]) -> Row:
+def _row(place: str, line: str, needed: frozenset[str], case: Case | None = None) -> Row:
     where = f"{place}expected a row"
     try:
         if len(line) > ROW_BYTES:
@@ -359,7 +357,7 @@ def _row(place: str, line: str, needed: frozenset[str]) -> Row:
             raise ValueError(f"no {absent[0]}")
         if unknown := sorted(data.keys() - {f.name for f in fields(Row)}):
             raise ValueError(f"an unknown field {unknown[0]}")
-        row = Row.from_json(data)
+        row = Row.from_json(data, case)
         _ROW.validate_json(line, strict=True)
         return row
     except ValidationError as error:

@@ -2,20 +2,21 @@
 
 Run ─> rows    one line per row: ratios round by round, units (frame.py)
     ─> noise   A/A pairs and the noise floors (noise.py)
-    ─> cases   one line per case, scope and cache state, with its verdict (cases.py)
+    ─> estimates  one line per case, scope and cache state, with its intervals (cases.py)
+           ─> cases   the same, with its verdict, which a claim does not need
            ─> timed   the cases with a time, with their gains over dense (contests.py)
            ─> views   a grid for each choice of the fields (grid.py)
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 
 from sparsebench.results.run.provenance import device_name
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.tables.cases import by_size, summary
+from sparsebench.results.tables.cases import by_size, estimates, with_verdicts
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import frame, records
 from sparsebench.results.tables.grid import View, views
@@ -32,11 +33,22 @@ class Analysis:
     run: StoredRun
     rows: pd.DataFrame
     noise: Noise
-    cases: pd.DataFrame
+    estimates: pd.DataFrame
 
     @property
     def device(self) -> str:
         return device_name(self.run.environment)
+
+    @cached_property
+    def cases(self) -> pd.DataFrame:
+        """Return the estimates with verdicts."""
+        return with_verdicts(self.estimates, self.noise)
+
+    def of(self, cases: pd.DataFrame, run: StoredRun | None = None) -> Self:
+        """Return the analysis of some of the cases, whose verdicts stay those among all."""
+        some = replace(self, run=run or self.run, estimates=cases)
+        vars(some)["cases"] = cases
+        return some
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -45,8 +57,8 @@ class Analysis:
 
     @cached_property
     def contests(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the cases without twins by the id of their problem; on a GPU kernels, cold."""
-        here = self.cases[~self.cases.twin.astype(bool)]
+        """Return the estimates without twins by the id of their problem; on a GPU kernels, cold."""
+        here = self.estimates[~self.estimates.twin.astype(bool)]
         if self.run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
             here = here[(here.scope == "kernel") & (here.cache == "cold")]
         lines: dict[str, list[dict[str, Any]]] = {}
@@ -76,7 +88,7 @@ def on_same_zeros(run: StoredRun) -> StoredRun:
 
 
 def tables(run: StoredRun) -> tuple[pd.DataFrame, Noise, pd.DataFrame]:
-    """Return the rows, the noise and the cases of a run."""
+    """Return the rows, the noise and the estimates of a run."""
     rows = frame(run.rows)
     pairs = noise(rows, frame(run.reference))
-    return rows, pairs, by_size(summary(rows, pairs))
+    return rows, pairs, by_size(estimates(rows))

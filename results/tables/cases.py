@@ -1,6 +1,6 @@
 """The cases of a run: one line per case, scope and cache state, with an interval and a verdict.
 
-    rows of frame.py ─> summary ─> with_verdicts
+    rows of frame.py ─> estimates ─> with_verdicts
 
 The process is the unit of replication: allocation, tuning and clocks differ between processes, and
 more samples in one process cannot show that. With FEWEST or more processes a speedup has an
@@ -69,7 +69,12 @@ DENSE = "dense, "  # begins the choice of a dense kernel
 
 
 def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
-    """Return one line per case, scope and cache state: medians over processes, and verdicts.
+    """Return the estimates of all cases with verdicts, which need the noise of the run."""
+    return with_verdicts(estimates(table), noise)
+
+
+def estimates(table: pd.DataFrame) -> pd.DataFrame:
+    """Return one line per case, scope and cache state: medians over processes, and intervals.
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     same_zeros    the same over the baseline with pruned weights (frame.py)
@@ -92,7 +97,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
                   asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
-    it is not, and no numbers. Verdicts need the noise of the run.
+    it is not, and no numbers.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in records(table):
@@ -104,7 +109,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     types = {str(name): kind for name, kind in table.dtypes.items() if name in names}
     types |= dict.fromkeys(FLOATS, np.dtype("float64"))
     types |= dict.fromkeys(("on_cards", "limited_processes"), pd.Int64Dtype())
-    return with_verdicts(table_of(lines, [*names, *SUMMARY], types), noise)
+    return table_of(lines, [*names, *SUMMARY], types)
 
 
 def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
@@ -156,6 +161,7 @@ def uncertainty(
 def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems, because a run takes them in random order."""
     names = ["op", *fields(cases), "source", "seed"]
+    names = [name for name in names if cases[name].nunique(dropna=False) > 1] or ["op"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
 
 
@@ -231,8 +237,9 @@ def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[
     cards = [str(process["device"]) for process in processes]
     what = case["kernel"], case["median_us"], case["scope"]
     between = half_of([*logs], cards, *what) if count >= FEWEST else 0.0
-    estimate = ratio([np.array([log]) for log in logs], between)
-    on_zeros = [np.log([process["same_zeros"]]) for process in processes]
+    estimate = ratio([*logs[:, None]], between)
+    on_zeros = tuple(process["same_zeros"] for process in processes)
+    same = on_zeros == speedups  # so if no contender has unpruned weights
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
         low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]
@@ -246,7 +253,7 @@ def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[
         "speedup": estimate.value,
         "speedup_low": low,
         "speedup_high": high,
-        "same_zeros": ratio(on_zeros).value,
+        "same_zeros": estimate.value if same else ratio([*np.log(on_zeros)[:, None]]).value,
         "t_low": t_low,
         "t_high": t_high,
         "between": between,

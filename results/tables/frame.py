@@ -40,8 +40,8 @@ import numpy as np
 import pandas as pd
 
 from sparsebench._writing import write_file
-from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics.ratio import Floats, by_round, median_logs, quantiles
+from sparsebench.results.record import POWER_LIMITED, Case, Contender, Row, Status, Value
+from sparsebench.results.statistics.ratio import Floats, median_logs, medians_by_round, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -97,14 +97,16 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
     label, others = _labels(problems, rows), opponents(rows, problems)
-    blocks_us = {id(row): rounds_us(row) for row in rows if row.samples_us}
+    samples_us = [np.array(row.samples_us) for row in rows]
+    medians_us = medians_by_round(samples_us, [row.samples_per_block for row in rows])
+    blocks_us = {id(row): us for row, us in zip(rows, medians_us, strict=True) if us.size}
 
     def logs(row: Row, other: Row | None) -> Sequence[float] | Floats:
         if other is None or row.status is not Status.OK:
             return ()
         return median_logs(blocks_us[id(other)], blocks_us[id(row)])
 
-    times_us = quantiles([row.samples_us for row in rows], SHARES_OF_SAMPLES)
+    times_us = quantiles(samples_us, SHARES_OF_SAMPLES)
     pairs = [*zip(rows, others, strict=True)]
     speedups = np.exp(quantiles([logs(row, of.base) for row, of in pairs], [0.5, 0.25, 0.75]))
     has_one = [of.base is of.same_zeros for of in others]
@@ -113,25 +115,25 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
         for one, (row, of) in zip(has_one, pairs, strict=True)
     ]
     same_zeros = np.where(has_one, speedups[:, 0], np.exp(quantiles(ratios, [0.5]))[:, 0])
+    numbers = times_us.tolist(), speedups.tolist(), same_zeros.tolist()
+    cases = {id(row.case): row.case for row in rows}  # rows of one case share it
+    facts = {key: _case_facts(case, sources) for key, case in cases.items()}
     lines = [
-        {"problem_id": problem, "label": label(row.case.contender)}
-        | _case_facts(row, sources)
-        | _measurements(row, of_samples)
-        | {"blocks_us": blocks_us.get(id(row))}
-        | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
-        | {"same_zeros": over_zeros}
-        | _under_load(row, of.base)
-        | {"baseline_label": label(of.base.case.contender) if of.base else np.nan}
-        | {"baseline_weights": of.base.case.contender.weights if of.base else ""}
-        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan}
+        {
+            "problem_id": problem,
+            "label": label(row.case.contender),
+            **facts[id(row.case)],
+            **_measurements(row, of_samples),
+            "blocks_us": blocks_us.get(id(row)),
+            **dict(zip(["speedup", *QUARTILES], of_speedup, strict=True)),
+            "same_zeros": over_zeros,
+            **_under_load(row, of.base),
+            "baseline_label": label(of.base.case.contender) if of.base else np.nan,
+            "baseline_weights": of.base.case.contender.weights if of.base else "",
+            "aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan,
+        }
         for problem, row, of, of_samples, of_speedup, over_zeros in zip(
-            problems,
-            rows,
-            others,
-            times_us.tolist(),
-            speedups.tolist(),
-            same_zeros.tolist(),
-            strict=True,
+            problems, rows, others, *numbers, strict=True
         )
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
@@ -227,12 +229,12 @@ def shortest_endings(labels: Collection[str]) -> dict[str, str]:
     }
 
 
-def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
-    problem, contender = row.case.problem, row.case.contender
+def _case_facts(case: Case, sources: Mapping[str, str]) -> dict[str, Any]:
+    problem, contender = case.problem, case.contender
     values = {name: _plain(value) for name, value in problem.fields.items()}
     return values | {
         "block": str(values.get("block", "")),
-        "case_id": row.case.id,
+        "case_id": case.id,
         "op": problem.op,
         "seed": problem.seed,
         "source": sources[problem.source.label] if problem.source else None,
@@ -385,12 +387,6 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[Opponents]:
         pair = originals.get((contest, _recipe(contender))) if contender.twin else None
         opposed.append(Opponents(base, same_zeros, pair))
     return opposed
-
-
-def rounds_us(row: Row) -> Floats:
-    """Return the median time of each round in µs."""
-    medians: Floats = np.median(by_round(row.samples_us, row.samples_per_block), axis=-1)
-    return medians
 
 
 def _recipe(contender: Contender) -> Hashable:

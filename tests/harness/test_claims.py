@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -339,3 +341,13 @@ def test_a_claim_name_that_occurs_twice_is_one_error_line(tmp_path, monkeypatch)
     (tmp_path / "other_claims" / "blast-2025.yaml").write_text(CLAIM)
     monkeypatch.syspath_prepend(tmp_path)
     assert "blast-2025: expected one claim of this name, found " in refusal("claims", "list")
+
+
+def test_layers_and_a_report_of_claims_import_no_compiler_and_draw_nothing() -> None:
+    code = "import sys, sparsebench.nn; from sparsebench.harness.commands._app import main; "
+    code += "sys.argv = ['sparsebench', 'claims', 'report', 'blast-2025']; main(); "
+    code += "print(); print(*sys.modules)"
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = {*done.stdout.splitlines()[-1].split()}
+    assert not modules & {"torch._dynamo", "scipy.stats", "matplotlib"}

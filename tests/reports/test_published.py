@@ -73,7 +73,7 @@ def test_a_figure_rests_on_the_processes_that_timed_both(runs: dict[str, Publish
     (case,) = decode.cases.query(f"{where} and {contender}").case_id
     rows = [row for row in decode.run.rows if (row.case.id, row.replicate) != (case, 3)]
     run = replace(decode.run, rows=rows)
-    fewer = replace(decode, run=run, cases=analyse(run).cases)
+    fewer = decode.of(analyse(run).cases, run)
     assert cells(headline(runs, [question]))[9].endswith("8 processes, a verdict")
     assert cells(headline({"decode": fewer}, [question]))[9].endswith("7 processes, a verdict")
 
@@ -104,7 +104,7 @@ def test_the_headline_names_the_kernel_that_users_get(runs: dict[str, PublishedR
     users = run.cases.kernel == kernel
     choice = run.cases.choice.mask(users, f'{{"kernel": "{kernel}"}}')
     cases = run.cases.assign(kernel=run.cases.kernel.mask(users, DEFAULT), choice=choice)
-    table = headline(runs | {run.name: replace(run, cases=cases)}, [LARGE])
+    table = headline(runs | {run.name: run.of(cases)}, [LARGE])
     assert cells(table)[2] == "`bsr_wgmma (by default)`"
 
 
@@ -178,7 +178,7 @@ def test_a_change_comes_from_what_the_rows_record(runs: dict[str, PublishedRun])
         for row in earlier.run.rows
     ]
     slower = analyse(replace(earlier.run, rows=rows))
-    newer = after(run, replace(earlier, run=slower.run, cases=slower.cases))
+    newer = after(run, earlier.of(slower.cases, slower.run))
     *_, change, cause = cells(headline_changes({"sparsity-4096": newer}, [LARGE]))
     assert float(change.partition("×")[0]) == pytest.approx(1.3, abs=0.1)
     assert f"{Cause.KERNEL}: " in cause

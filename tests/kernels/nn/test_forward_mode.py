@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsebench
 from sparsebench.errors import Unsupported
@@ -16,6 +17,7 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.transforms import has_mode, is_traced
 from sparsebench.nn import SparseExperts
 from tests.kernels.nn.examples import BF16, KINDS, two_four
 
@@ -131,6 +133,50 @@ def test_torch_func_jvp_is_right_or_refused(name: str, device: str) -> None:
             require_reason(error)
             continue
         require_derivative(call, operands, at, tangent)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in CALLS if "fp8" not in name])  # no gradient
+def test_a_tangent_of_a_gradient_is_right_or_refused(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    call, operands = CALLS[name](name, device)
+    x = operands[0].requires_grad_()
+
+    def gradient(dy: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+
+    for _ in range(3):  # the front repeats the third call
+        y = call(*operands)
+        gradient(torch.ones_like(y))
+    with forward_ad.dual_level():
+        try:
+            dual = gradient(forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
+        except ERRORS as error:
+            require_reason(error)
+        else:
+            tangent = forward_ad.unpack_dual(dual).tangent
+            require_derivative(gradient, [torch.ones_like(y)], 0, tangent)
+
+
+def test_a_mode_is_traced_and_forward_ad_is_traced_without_a_mode() -> None:
+    seen = list[tuple[bool, bool]]()
+
+    def look() -> None:
+        seen.append((is_traced(), has_mode()))
+
+    look()
+    with FlopCounterMode(display=False):
+        look()
+    with forward_ad.dual_level():
+        look()
+    assert seen == [(False, False), (True, True), (True, False)]
+
+
+def test_a_bitmap_layer_has_a_tangent_on_a_cpu_because_forward_ad_is_no_mode() -> None:
+    layer, (x,) = layer_of("BitmapLinear", "cpu")
+    with forward_ad.dual_level():
+        dual = layer(forward_ad.make_dual(x, torch.ones_like(x)))
+        require_derivative(layer, [x], 0, forward_ad.unpack_dual(dual).tangent)
 
 
 def test_a_dual_level_without_a_tangent_changes_nothing() -> None:
