@@ -7,7 +7,7 @@
 //              arguments, held tensors (of a weight, with a gradient), results, gradient
 //   backward   the entries for dy --> launch --> dx, ..
 //                   |
-//                   +--> none, or create_graph: `derivative`, a function in Python
+//                   +--> none, create_graph, or a tangent: `derivative`, a function in Python
 //
 // A node holds the Front that made it.
 
@@ -224,7 +224,7 @@ struct Node : torch::autograd::Function<Node> {
       const auto type = state.bias.scalar_type();
       given[count] = dy.dim() < 2 ? dy.to(type) : dy.flatten(0, -2).sum(0, false, type);
     }
-    const bool again = c10::GradMode::is_enabled();  // create_graph
+    const bool again = c10::GradMode::is_enabled() || has_forward_gradient(dy);
     if (any && (again || !replay(state, operands, needed, given)))
       differentiate(front, operands, needed, given);
     return given;

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sparsebench.kernels._common.cuda import LibraryCall, MatrixProduct, TransposedCopy, on_tape
 from sparsebench.kernels._common.front import (
@@ -466,6 +467,16 @@ def test_an_input_that_no_launch_reads_must_stay_where_it_is() -> None:
     layer.values.data = layer.values.data.clone()
     (dx,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(dx, dy + layer.values)
+    assert layer.calls == [(True, False)]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, once
+def test_a_tangent_of_the_gradient_takes_the_derivative() -> None:
+    layer, x = trained()
+    y = layer(x)
+    with forward_ad.dual_level():
+        dy = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+        torch.autograd.grad(y, x, dy)
     assert layer.calls == [(True, False)]
 
 
