@@ -27,7 +27,8 @@ from sparsebench.kernels.attention._selecting import BOUND, means
 
 FORCED = {"first": 0, "last": 1}
 """Blocks that a query keeps in any case, as BlockMask.from_scores takes them."""
-TOKENS, STEP, WARPS = 64, 64, 4  # queries of a tile, and blocks of a step
+TOKENS, STEP, WARPS = 64, 128, 4  # queries of a tile, and blocks of a step
+TILES, PROGRAMS = 4, 2048  # of a program at most, if there are as many programs
 
 
 def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -> Tensor:
@@ -80,11 +81,14 @@ def _launch(
     bias = torch.empty_like(scores) if biased else None
     batch, queries, heads, d = shape
     depth = triton.next_power_of_2(max(SMALLEST_TILE, d))
-    step = STEP if depth * dtype.itemsize <= 256 else STEP // 2
+    step = min(STEP, max(SMALLEST_TILE, triton.next_power_of_2(pooled[2])))
+    step = step if depth * dtype.itemsize <= 256 else min(step, STEP // 4)
+    tiles = triton.cdiv(queries, TOKENS)
+    span = min(max(batch * heads * tiles // PROGRAMS, 1), TILES)
     sizes = queries, tokens, pooled[2], heads, pooled[1]
     constants = {"D": d, "DEPTH": depth, "SIDE": block, "STEP": step}
-    constants |= {"TOKENS": TOKENS, "num_warps": WARPS}
-    grid = (batch * heads * triton.cdiv(queries, TOKENS),)
+    constants |= {"TOKENS": TOKENS, "TILES": span, "num_warps": WARPS}
+    grid = (batch * heads * triton.cdiv(tiles, span),)
     program = BoundKernel(_score, grid, (q, keys, bias, scores, *sizes), constants, scores)
     return Template([program], (q, keys) if bias is None else (q, keys, bias), [scores])
 
@@ -93,28 +97,34 @@ def _launch(
 def _score(  # type: ignore[no-untyped-def]
     q, keys, bias, scores, queries, tokens, blocks, heads, kv_heads,
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, STEP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of some queries of a head, of the blocks that the last of them sees."""
-    tiles = tl.cdiv(queries, TOKENS)
-    unit, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    """Write the scores of TILES tiles of queries of a head, of the blocks that each tile sees."""
+    spans = tl.cdiv(queries, TOKENS * TILES)
+    unit, span = tl.program_id(0) // spans, tl.program_id(0) % spans
     sequence, head = unit // heads, unit % heads
-    query, depth = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DEPTH)[None, :]
-    inside = query < queries
-    line = ((sequence * queries + query).to(tl.int64) * heads + head) * D
-    q_tile = tl.load(q + line[:, None] + depth, inside[:, None] & (depth < D), 0.0)
+    depth, shift = tl.arange(0, DEPTH)[None, :], tokens - queries
     of_head = (sequence * kv_heads + head // (heads // kv_heads)) * blocks
     keys += of_head.to(tl.int64) * D
-    last = tl.minimum((tile + 1) * TOKENS, queries) - 1 + tokens - queries
-    end = tl.minimum(tl.maximum(last + SIDE, 0) // SIDE, blocks)
-    row = (unit * queries + query).to(tl.int64) * blocks
-    for first in tl.range(0, end, STEP, num_stages=2):
+    begin, end = span * TILES, tl.minimum((span + 1) * TILES, tl.cdiv(queries, TOKENS))
+    last = tl.minimum(end * TOKENS, queries) - 1 + shift
+    most = tl.minimum(tl.maximum(last + SIDE, 0) // SIDE, blocks)
+    for first in tl.range(0, most, STEP):
         block = first + tl.arange(0, STEP)
         there = (block < blocks)[:, None] & (depth < D)
         k_tile = tl.load(keys + block[:, None] * D + depth, there, 0.0)
-        score = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        to = row[:, None] + block[None, :]
-        seen = inside[:, None] & (block < end)[None, :]
-        if bias is not None:
-            score += tl.load(bias + to, seen, 0.0)
-        tl.store(scores + to, score, seen)
+        # the first tile whose last query sees a block of this step
+        sees = tl.maximum(begin, tl.maximum(first * SIDE - shift, 0) // TOKENS)
+        for tile in tl.range(sees, end, num_stages=3):
+            query = tile * TOKENS + tl.arange(0, TOKENS)
+            inside = query < queries
+            line = ((sequence * queries + query).to(tl.int64) * heads + head) * D
+            q_tile = tl.load(q + line[:, None] + depth, inside[:, None] & (depth < D), 0.0)
+            score = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            last = tl.minimum((tile + 1) * TOKENS, queries) - 1 + shift
+            seen = inside[:, None] & (block < tl.maximum(last + SIDE, 0) // SIDE)[None, :]
+            seen = seen & (block < blocks)[None, :]
+            to = (unit * queries + query).to(tl.int64)[:, None] * blocks + block[None, :]
+            if bias is not None:
+                score += tl.load(bias + to, seen, 0.0)
+            tl.store(scores + to, score, seen)
