@@ -6,8 +6,9 @@
                                                           or for several short ones
 A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
 integers that are ordered as the scores are, t is the largest that as many reach as the row has
-places, or that blocks of the wanted mass reach. 32 rounds of a comparison and a sum need no sort,
-and blocks are listed in their order. Without a mass, rounds end once as many reach it.
+places and usable scores, or that blocks of the wanted mass reach. 32 rounds of a comparison and a
+sum need no sort, and blocks are listed in their order. Without a mass, rounds end once as many
+reach it.
 """
 
 from functools import lru_cache
@@ -201,6 +202,7 @@ def _select_rows(  # type: ignore[no-untyped-def]
     order = tl.where((block >= visible) | (row >= rows), LOWEST, order)
 
     places, weight, goal = tl.minimum(places, visible), None, None
+    most = tl.minimum(places, tl.sum((order != LOWEST).to(tl.int32), 1, keep_dims=True))
     if mass is not None:
         usable = (score > -float("inf")) & (block < visible)
         logit = tl.where(
@@ -214,14 +216,14 @@ def _select_rows(  # type: ignore[no-untyped-def]
         for _ in tl.static_range(ROUNDS):
             bit -= 1
             trial = least ^ (one << bit)  # 0 in the first round
-            least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
+            least = tl.where(_suffice(order >= trial, most, weight, goal), trial, least)
         if goal is None:
             taken = tl.sum((order >= least).to(tl.int32), 1, keep_dims=True)
-            enough = tl.min((taken == places).to(tl.int32))
+            enough = tl.min((taken == most).to(tl.int32))
     chosen = order >= least
     if enough == 0:
         above, equal = order > least, order == least
-        rest = places - tl.sum(above.to(tl.int32), 1, keep_dims=True)
+        rest = most - tl.sum(above.to(tl.int32), 1, keep_dims=True)
         stays = tl.cumsum(equal.to(tl.int32), 1) <= rest
         if mass is not None:
             before = tl.sum(tl.where(above, weight, 0.0), 1, keep_dims=True) - weight
@@ -244,9 +246,9 @@ def _select_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _suffice(inside, places, weight, goal):  # type: ignore[no-untyped-def]
-    """Return whether the blocks inside take all places, or weigh as much as is wanted."""
-    enough = tl.sum(inside.to(tl.int32), 1, keep_dims=True) >= places
+def _suffice(inside, most, weight, goal):  # type: ignore[no-untyped-def]
+    """Return whether `most` blocks are inside, or weigh as much as is wanted."""
+    enough = tl.sum(inside.to(tl.int32), 1, keep_dims=True) >= most
     if goal is not None:
         weighed = tl.sum(tl.where(inside, weight, 0.0), 1, keep_dims=True)
         enough = enough | (weighed >= goal)
