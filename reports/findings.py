@@ -164,9 +164,9 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
 
 def _with_selection(best: Case, rivals: pd.DataFrame) -> str:
     """Write the fastest call that also selects its blocks, if the winner was given them."""
-    given = {"", *PARTS}
-    whole = rivals[~rivals.choice.map(method_of).isin(given) & rivals.gain.notna()]
-    if whole.empty or method_of(best["choice"]) not in given:
+    without_scores = {"", *PARTS}
+    whole = rivals[~rivals.choice.map(method_of).isin(without_scores) & rivals.gain.notna()]
+    if whole.empty or method_of(best["choice"]) not in without_scores:
         return ""
     call = dict(whole.iloc[0])
     gain = between(*(call[end] for end in ("gain", "low", "high", "half")))

@@ -45,7 +45,7 @@ OWNERS = "_sparsebench_owners"  # attribute of a graph of torch: what it reads, 
 
 T = TypeVar("T")
 GRAPHS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # graphs of torch, by capture
-KEPT: dict[int, Any] = {}  # by id: the owners of graphs that torch did not capture
+FOREIGN_OWNERS: dict[int, Any] = {}  # by id: what graphs read that torch did not capture
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def keep(owner: object) -> None:
     if (target := captured_into()) is None:
         return
     graph = GRAPHS.get(target[0])
-    owners = KEPT if graph is None else graph.__dict__.setdefault(OWNERS, {})
+    owners = FOREIGN_OWNERS if graph is None else graph.__dict__.setdefault(OWNERS, {})
     owners[id(owner)] = owner
 
 

@@ -36,7 +36,7 @@ class _Arena:
         if slot is None:
             if not self.unused:
                 return None
-            # The row that is unused for longest, because a graph may still run when it is deleted.
+            # The row unused for the longest time, because a deleted graph may still run.
             slot = _Slot(self.unused, self.unused.pop(0))
             if graph is None:
                 self.of_streams[stream] = slot

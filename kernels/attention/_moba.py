@@ -28,7 +28,7 @@ from sparsebench.kernels.attention._selecting import BOUND, means
 FORCED = {"first": 0, "last": 1}
 """Blocks that a query keeps in any case, as BlockMask.from_scores takes them."""
 TOKENS, STEP, WARPS = 64, 128, 4  # queries of a tile, and blocks of a step
-TILES, PROGRAMS = 4, 2048  # of a program at most, if there are as many programs
+TILES, PROGRAMS = 4, 2048  # most tiles of a program, and programs that must remain
 
 
 def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -> Tensor:

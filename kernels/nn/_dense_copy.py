@@ -77,10 +77,10 @@ class DenseConfig:
 
 def copy_of(w: Bitmap | Bsr | Csr, *, columns: bool) -> Tensor:
     """Return W [n, k] as a dense matrix, by columns or by rows."""
-    return laid_out(w.to_dense(), columns=columns)
+    return with_layout(w.to_dense(), columns=columns)
 
 
-def laid_out(dense: Tensor, *, columns: bool) -> Tensor:
+def with_layout(dense: Tensor, *, columns: bool) -> Tensor:
     """Return a matrix [n, k] that is stored by rows as it is, or a copy by columns."""
     return dense.T.contiguous().T if columns else dense
 
@@ -108,20 +108,20 @@ def direct_choices(copies: Mapping[bool, Callable[[], Tensor]], m: int) -> Itera
     """
     if _cublaslt.unavailable():
         return
+    weights = {columns: make() for columns, make in copies.items()}
     sizes = dict.fromkeys([m, fewest(m)] if m > 256 else [m])
-    ranked = [_ranked(copies, m, size) for size in sizes]
-    yield from dict.fromkeys(filter(None, chain.from_iterable(zip_longest(*ranked))))
+    fastest = [_fastest_calls(weights, m, size) for size in sizes]
+    yield from dict.fromkeys(filter(None, chain.from_iterable(zip_longest(*fastest))))
 
 
-def _ranked(copies: Mapping[bool, Callable[[], Tensor]], m: int, size: int) -> list[DenseConfig]:
+def _fastest_calls(weights: Mapping[bool, Tensor], m: int, size: int) -> list[DenseConfig]:
     """Return the fastest calls for the first `size` of m tokens, at most DIRECT.
 
     They are timed on an X as torch allocates it. Kernels also read an X that begins 16 bytes after
     a multiple of 256; a call that is wrong for m tokens of such an X is left out.
     """
     times_us = dict[DenseConfig, float]()
-    for columns, make in copies.items():
-        dense = make()
+    for columns, dense in weights.items():
         (n, k), shift = dense.shape, ALIGNMENT // dense.itemsize
         memory = torch.randn(m * k + shift, device=dense.device).to(dense.dtype)
         x, shifted = (memory[start : start + m * k].view(m, k) for start in (0, shift))
@@ -249,7 +249,7 @@ def block_choices(w: Bsr, call: BsrCall) -> Iterator[DenseConfig]:
 
     def random_copy(*, columns: bool) -> Tensor:
         values = torch.randn(call.shape, device=w.offsets.device).to(call.dtype)
-        return laid_out(values, columns=columns)
+        return with_layout(values, columns=columns)
 
     copies = {columns: partial(random_copy, columns=columns) for columns in (True, False)}
     direct = direct_choices(copies, call.m) if w.offsets.is_cuda else ()
@@ -269,7 +269,7 @@ def plan_blocks(w: Bsr, call: BsrCall, config: DenseConfig) -> Product:
     if config.algorithm is None:
         return Product(multiply, pack=pack, order=order)
     empty = torch.empty(call.shape, dtype=call.dtype, device=w.offsets.device)
-    like = laid_out(empty, columns=config.columns)
+    like = with_layout(empty, columns=config.columns)
     direct = _cublaslt.bind_weight(like, config.algorithm, call.m)
     return Product(direct, pack=pack, order=order)
 

@@ -304,15 +304,15 @@ def rows(path: Path, needed: Callable[[Problem], bool] | None = None) -> list[Ro
     names = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
     heads = [line.partition(',"status":')[0] if line.startswith(CASE) else "" for line in lines]
     cases = _cases(heads)
-    chosen = {head for head, case in cases.items() if not needed or needed(case.problem)}
-    if not chosen and cases.keys() >= {*heads}:
+    selection = {head for head, case in cases.items() if not needed or needed(case.problem)}
+    if not selection and cases.keys() >= {*heads}:
         return []
     paired = {case.problem.id for case in cases.values() if case.contender.twin}
-    chosen |= {head for head, case in cases.items() if case.problem.id in paired}
+    selection |= {head for head, case in cases.items() if case.problem.id in paired}
     read = {
         number: _row(f"{file}: line {number}: ", line, names, cases.get(head))
         for number, (line, head) in enumerate(zip(lines, heads, strict=True), start=2)
-        if head in chosen or head not in cases
+        if head in selection or head not in cases
     }
     _each_once(file, read)
     return [*read.values()]

@@ -239,7 +239,7 @@ def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[
     between = half_of([*logs], cards, *what) if count >= FEWEST else 0.0
     estimate = ratio([*logs[:, None]], between)
     on_zeros = tuple(process["same_zeros"] for process in processes)
-    same = on_zeros == speedups  # so if no contender has unpruned weights
+    same = on_zeros == speedups  # unless the baseline has unpruned weights
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
         low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]

@@ -94,9 +94,8 @@ class Noise:
         if different <= TOO_MANY * count:
             why = f"This run is reliable: {differ}, and up to {100 * TOO_MANY:g} % may."
             return Reliability.RELIABLE, why
-        chance = scipy.special.bdtrc(
-            different - 1, count, CHANCE
-        )  # scipy.stats takes 0.5 s to import
+        # binom.sf(different - 1, count, CHANCE); scipy.stats takes 0.5 s to import
+        chance = scipy.special.bdtrc(different - 1, count, CHANCE)
         if chance < CHANCE:
             differ += f", and by chance alone so many do in fewer than {100 * CHANCE:g} % of runs"
             why = f"This run is unreliable: {differ}. Its small differences mean nothing."

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ class Owner:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
     monkeypatch.setattr(capture, "driver", lambda: fake)
-    monkeypatch.setattr(capture, "KEPT", {})
+    monkeypatch.setattr(capture, "FOREIGN_OWNERS", {})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing > 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -70,11 +71,17 @@ def gone(owner: "weakref.ref[Any]") -> bool:
     return owner() is None
 
 
-def captured(driver: Driver, owners: list[Any], number: int = 1) -> Graph:
-    graph = Graph(driver)
+def graph_of(
+    driver: Driver,
+    owners: list[Any],
+    number: int = 1,
+    kind: type[Graph] = Graph,
+    keep: Callable[[object], None] = capture.keep,
+) -> Graph:
+    graph = kind(driver)
     graph.capture_begin(number)
     for owner in owners:
-        capture.keep(owner)
+        keep(owner)
     graph.capture_end()
     return graph
 
@@ -88,7 +95,7 @@ def test_every_graph_of_torch_notes_what_it_captures() -> None:
 def test_owners_live_until_their_graph_is_deleted(driver: Driver) -> None:
     owners = [Owner(), Owner()]
     seen = [weakref.ref(owner) for owner in owners]
-    graph = captured(driver, [*owners, owners[0]])
+    graph = graph_of(driver, [*owners, owners[0]])
     del owners
     assert not any(map(gone, seen))
     del graph
@@ -98,7 +105,7 @@ def test_owners_live_until_their_graph_is_deleted(driver: Driver) -> None:
 def test_a_graph_that_is_reset_drops_its_owners_before_it_is_captured_anew(driver: Driver) -> None:
     first, second = Owner(), Owner()
     seen = [weakref.ref(first), weakref.ref(second)]
-    graph = captured(driver, [first])
+    graph = graph_of(driver, [first])
     del first
     graph.reset()
     assert gone(seen[0])
@@ -112,7 +119,7 @@ def test_a_graph_that_is_reset_drops_its_owners_before_it_is_captured_anew(drive
 def test_a_capture_that_torch_refuses_drops_nothing(driver: Driver) -> None:
     owner = Owner()
     seen = weakref.ref(owner)
-    graph = captured(driver, [owner])
+    graph = graph_of(driver, [owner])
     del owner
     with pytest.raises(RuntimeError, match="already owns"):
         graph.capture_begin(2)
@@ -123,7 +130,7 @@ def test_no_owner_of_a_failed_capture_is_deleted_inside_the_next(driver: Driver)
     owner = Owner()
     deleted_in: list[int] = []
     weakref.finalize(owner, lambda: deleted_in.append(driver.capturing))
-    graph = captured(driver, [owner])
+    graph = graph_of(driver, [owner])
     graph.full = False
     del owner
     graph.capture_begin(2)
@@ -149,9 +156,7 @@ def test_a_subclass_of_a_graph_keeps_its_owners(driver: Driver) -> None:
 
     owner = Owner()
     seen = weakref.ref(owner)
-    graph = Named(driver)
-    graph.capture_begin(1)
-    capture.keep(owner)
+    graph = graph_of(driver, [owner], kind=Named)
     del owner
     assert not gone(seen)
     del graph
@@ -161,10 +166,8 @@ def test_a_subclass_of_a_graph_keeps_its_owners(driver: Driver) -> None:
 def test_a_backward_pass_in_another_thread_keeps_owners_in_its_graph(driver: Driver) -> None:
     owner = Owner()
     seen = weakref.ref(owner)
-    graph = Graph(driver)
-    graph.capture_begin(1)
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(capture.keep, owner).result()
+        graph = graph_of(driver, [owner], keep=lambda x: thread.submit(capture.keep, x).result())
     del owner
     assert not gone(seen)
     del graph
@@ -174,7 +177,7 @@ def test_a_backward_pass_in_another_thread_keeps_owners_in_its_graph(driver: Dri
 def test_an_owner_that_has_its_graph_is_collected_with_it(driver: Driver) -> None:
     owner = Owner()
     seen = weakref.ref(owner)
-    owner.graph = captured(driver, [owner])  # type: ignore[attr-defined]
+    owner.graph = graph_of(driver, [owner])  # type: ignore[attr-defined]
     del owner
     assert gone(seen)
 
@@ -182,7 +185,7 @@ def test_an_owner_that_has_its_graph_is_collected_with_it(driver: Driver) -> Non
 def test_an_owner_of_two_graphs_lives_as_long_as_either(driver: Driver) -> None:
     owner = Owner()
     seen = weakref.ref(owner)
-    graphs = [captured(driver, [owner], number) for number in (1, 2)]
+    graphs = [graph_of(driver, [owner], number) for number in (1, 2)]
     del owner
     del graphs[0]
     assert not gone(seen)
@@ -195,7 +198,7 @@ def test_the_graph_of_another_library_keeps_its_owners(driver: Driver) -> None:
     driver.capturing = 3
     capture.keep(owner)
     driver.capturing = 0
-    assert [*capture.KEPT.values()] == [owner]
+    assert [*capture.FOREIGN_OWNERS.values()] == [owner]
 
 
 def test_what_lasts_is_no_inference_tensor() -> None:
@@ -220,11 +223,11 @@ def test_a_launch_is_kept_by_the_graph_that_it_is_captured_into(driver: Driver) 
 
 def test_without_a_capture_nothing_is_kept(driver: Driver) -> None:
     capture.keep(Owner())
-    assert not capture.KEPT
+    assert not capture.FOREIGN_OWNERS
 
 
 def test_a_graph_of_the_harness_keeps_owners_too(driver, monkeypatch) -> None:
-    class Entered:
+    class Context:
         def __init__(self, graph: Graph, **_: Any) -> None:
             self.graph = graph
 
@@ -234,7 +237,7 @@ def test_a_graph_of_the_harness_keeps_owners_too(driver, monkeypatch) -> None:
         def __exit__(self, *_: Any) -> None:
             self.graph.capture_end()
 
-    monkeypatch.setattr(torch.cuda, "graph", Entered)
+    monkeypatch.setattr(torch.cuda, "graph", Context)
     owner, graph = Owner(), Graph(driver)
     seen = weakref.ref(owner)
     with capture.capturing(graph):  # type: ignore[arg-type]

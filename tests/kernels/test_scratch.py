@@ -11,11 +11,11 @@ from sparsebench.kernels._common.capture import capturing
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Any]]:
+def owners(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Any]]:
     """Return what graphs keep, by graph; graph 0 is the one that is being captured."""
-    owners: dict[int, list[Any]] = {0: []}
-    monkeypatch.setattr(scratch, "keep", lambda owner: owners[0].append(owner))
-    return owners
+    of_graphs: dict[int, list[Any]] = {0: []}
+    monkeypatch.setattr(scratch, "keep", lambda owner: of_graphs[0].append(owner))
+    return of_graphs
 
 
 def row(arena: scratch._Arena, stream: int, graph: int | None) -> int | None:
@@ -27,7 +27,7 @@ def arena_of(rows: int) -> scratch._Arena:
     return scratch._Arena(torch.arange(rows)[:, None], [*range(rows)])
 
 
-def test_streams_and_graphs_have_a_row_each(kept) -> None:
+def test_streams_and_graphs_have_a_row_each(owners) -> None:
     arena = arena_of(8)
     places = [(1, None), (2, None), (1, 7), (2, 7), (1, 8)]
     rows = [row(arena, *place) for place in places]
@@ -35,10 +35,10 @@ def test_streams_and_graphs_have_a_row_each(kept) -> None:
     assert [row(arena, *place) for place in places] == rows
 
 
-def test_the_row_of_a_deleted_graph_is_used_again_last(kept) -> None:
+def test_the_row_of_a_deleted_graph_is_used_again_last(owners) -> None:
     arena = arena_of(3)
     assert row(arena, 1, 7) == 0
-    kept[0].clear()
+    owners[0].clear()
     assert [row(arena, stream, None) for stream in (1, 2, 3, 4)] == [1, 2, 0, None]
 
 

@@ -68,13 +68,13 @@ def test_a_choice_of_a_smaller_weight_makes_no_larger_copy(monkeypatch) -> None:
 
 
 @pytest.fixture
-def searched(monkeypatch) -> list[tuple[int, bool]]:
+def searches(monkeypatch) -> list[tuple[int, bool]]:
     """Fake the baseline's search; return the tokens and layouts that it was called with."""
-    searches: list[tuple[int, bool]] = []
+    calls: list[tuple[int, bool]] = []
 
     def fastest_way(product: DenseProduct) -> SimpleNamespace:
         m, columns = len(product.a), product.b.is_contiguous()
-        searches.append((m, columns))
+        calls.append((m, columns))
         times = {0: 1.0, 1: 2.0, 2 if columns else 3: 3.0 + columns, 4 + m: 2.5}
         lines = [
             {"choice": {"algorithm": asdict(Algorithm(number))}, "median_us": time_us}
@@ -93,32 +93,32 @@ def searched(monkeypatch) -> list[tuple[int, bool]]:
     monkeypatch.setattr(_dense_copy, "runs", lambda run: run() is not None)
     monkeypatch.setattr(_dense_copy._cublaslt, "unavailable", lambda: None)
     monkeypatch.setattr(_dense_copy._cublaslt, "bind_weight", bind_weight)
-    return searches
+    return calls
 
 
 def direct(number: int, *, columns: bool = True) -> DenseConfig:
     return DenseConfig(algorithm=Algorithm(number), columns=columns)
 
 
-def test_a_direct_call_that_takes_no_single_row_is_left_out(searched) -> None:
+def test_a_direct_call_that_takes_no_single_row_is_left_out(searches) -> None:
     configs = [*_dense_copy.direct_choices({True: lambda: torch.randn(16, 32).T}, 8)]
     assert configs == [direct(1), direct(12)]
-    assert searched == [(8, True)]
+    assert searches == [(8, True)]
 
 
 def copies() -> dict[bool, Any]:
-    make, w = _dense_copy.laid_out, torch.randn(32, 16)
+    make, w = _dense_copy.with_layout, torch.randn(32, 16)
     return {columns: partial(make, w, columns=columns) for columns in (True, False)}
 
 
-def test_direct_calls_have_both_layouts_and_the_ends_of_a_bucket(searched) -> None:
+def test_direct_calls_have_both_layouts_and_the_ends_of_a_bucket(searches) -> None:
     configs = [*_dense_copy.direct_choices(copies(), 320)]
     both = [direct(1), direct(1, columns=False)]
     assert configs == [*both, direct(324), direct(293)]
-    assert searched == [(320, True), (320, False), (289, True), (289, False)]
+    assert searches == [(320, True), (320, False), (289, True), (289, False)]
 
 
-def test_a_call_that_is_fast_for_the_fewest_tokens_is_right_for_all(searched, monkeypatch) -> None:
+def test_a_call_that_is_fast_for_the_fewest_tokens_is_right_for_all(searches, monkeypatch) -> None:
     def bind_weight(w: Tensor, algorithm: Algorithm, most: int) -> Any:
         wrong = algorithm == Algorithm(4 + 289)
         return lambda x, w, out: out.copy_(x @ w.T * (2 if wrong and len(x) > 289 else 1))
@@ -127,20 +127,20 @@ def test_a_call_that_is_fast_for_the_fewest_tokens_is_right_for_all(searched, mo
     assert direct(4 + 289) not in _dense_copy.direct_choices(copies(), 320)
 
 
-def test_nothing_is_timed_before_a_search_comes_to_direct_calls(searched) -> None:
+def test_nothing_is_timed_before_a_search_comes_to_direct_calls(searches) -> None:
     offsets: Any = SimpleNamespace(is_cuda=True, device="cpu")
     call = BsrCall("linear", 64, (32, 16), (8, 8), torch.float32, live=False)
     before = torch.get_rng_state()
     choices = _dense_copy.block_choices(SimpleNamespace(offsets=offsets), call)  # type: ignore
     assert next(iter(choices)) == DenseConfig()
     assert torch.equal(torch.get_rng_state(), before)
-    assert not searched
+    assert not searches
     assert next(iter(choices)).algorithm
-    assert searched
+    assert searches
 
 
 @pytest.mark.parametrize("columns", [True, False])
-def test_a_list_may_have_a_direct_call_with_either_layout(searched, tmp_path, columns) -> None:
+def test_a_list_may_have_a_direct_call_with_either_layout(searches, tmp_path, columns) -> None:
     dense = torch.randn(32, 16)
     w = Bsr.from_dense(dense, block=8)
     call = BsrCall("linear", 8, (32, 16), (8, 8), torch.float32, live=False)
