@@ -4,11 +4,12 @@
     k [batch, S, H_kv, D] ─> means         ├─> scores ──> offsets, columns      `select_row`
                                            ┘ by torch     a program for each row of blocks,
                                                           or for several short ones
-A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
-integers that are ordered as the scores are, t is the largest that as many reach as the row has
-places and usable scores, or that blocks of the wanted mass reach. 32 rounds of a comparison and a
-sum need no sort, and blocks are listed in their order. Without a mass, rounds end once as many
-reach it.
+A row's scores stay in registers, 32 of them in each thread if there are many rows, so that a count
+is a sum within threads. The lowest score that is selected lies between two scores: at least as many
+blocks as there are places reach `low`, or those of the wanted mass, and fewer reach `high`. A round
+halves the interval, and rounds end once `low` has as many blocks as there are places: 8 to 10 in
+random rows. If few places are not forced, a round takes the next lower score instead. Blocks are
+listed in their order, from a word of bits for each thread.
 """
 
 from functools import lru_cache
@@ -31,14 +32,30 @@ from sparsebench.kernels._common.transforms import (
 )
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.attention._lanes import (
+    as_order,
+    as_score,
+    count_bits,
+    count_of,
+    largest_of,
+    lowest_bits,
+    smallest_of,
+    sum_before,
+    total_of,
+    word_of,
+)
 
 BOUND = 256  # launches in a cache, one for each selection and layout
 MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
-MANY_ROWS = 1 << 16  # from which on a warp selects for several rows: lists of single queries
+MANY_ROWS = 1 << 15  # from which on a warp selects for several rows: lists of single queries
 SCORES, MANY_SCORES = 512, 1024  # of a warp; with many rows, they need not wait for other warps
-ROUNDS = tl.constexpr(4)  # from one test whether the smallest scores are known to the next
-LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
+ROUNDS = 2  # from one test whether the smallest scores are known to the next
+FEW = 3  # places that rounds fill with one block after another
+LINEAR = tl.constexpr(10)  # tests after which rounds halve integers in place of scores
+PARTIAL = tl.constexpr(_selection.PARTIAL)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+MOST_LOGIT = tl.constexpr(_selection.MOST_LOGIT)
 
 
 def select(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -90,15 +107,19 @@ def bound_select(
     (height, count), (b_q, b_k) = selection.grid, selection.block
     blocks = triton.next_power_of_2(count)
     many = selection.rows >= MANY_ROWS
-    several = min(max(MANY_SCORES // blocks, 1), 16) if many else 1
+    several = min(max(MANY_SCORES // blocks, 1), 32) if many else 1
     warps = min(max(blocks // (MANY_SCORES if many else SCORES), 1), 8)
+    vector = 1 if scores.stride(0) % 4 or count % 4 else 4
+    lanes = min(32 * warps // several, blocks // vector)
+    few = selection.keep - selection.first - selection.last <= FEW and selection.mass == 1
     sizes = selection.rows, height, count, *selection.tokens
-    numbers = *sizes, selection.keep, selection.first, selection.last
+    numbers = *sizes, selection.keep, selection.last
     wanted = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
     tensors = scores, starts, partial, offsets, columns, slots
     args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
-    constants |= {"ROWS": several, "num_warps": warps}
+    constants |= {"ROWS": several, "LANES": lanes, "VECTOR": vector, "num_warps": warps}
+    constants |= {"FIRST": selection.first, "FEW": few, "ROUNDS": ROUNDS}
     constants["PLACES"] = triton.next_power_of_2(min(selection.keep, count))
     grid = (triton.cdiv(selection.rows, several),)
     return BoundKernel(_select_rows, grid, args, constants, columns)
@@ -174,85 +195,123 @@ def _means_launch(
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_rows(  # type: ignore[no-untyped-def]
     scores, starts, parts, offsets, columns, slots, stride, rows, q_blocks, count, queries, keys,
-    places, first, last, mass,
+    places, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, PLACES: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, PLACES: tl.constexpr,
+    FIRST: tl.constexpr, FEW: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of ROWS rows of blocks, and where they start."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    block, q_block = tl.arange(0, BLOCKS)[None, :], row % q_blocks
-    inside = (row < rows) & (block < count)
-    visible = tl.full((ROWS, 1), count, tl.int32)
-    last_key = tl.minimum((block + 1) * B_K, keys) - 1
-    partial = last_key + row < 0  # of no block
+    """Write the places of ROWS rows of blocks, and where they start; _lanes.py shows its tiles."""
+    SIDE: tl.constexpr = BLOCKS // LANES  # blocks of a lane: at most 32, the bits of a word
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None, None]
+    lane = tl.arange(0, LANES)[None, None, :, None]
+    step = tl.arange(0, SIDE // VECTOR)[:, None, None, None] * VECTOR
+    place = step + tl.arange(0, VECTOR)[None, None, None, :]  # in a lane
+    block = lane * SIDE + place
+    visible = tl.where(row < rows, count, 0)
+    whole = tl.full((1, ROWS, 1, 1), BLOCKS, tl.int32)  # blocks before the first that is partial
     if CAUSAL:
-        last_query = tl.minimum((q_block + 1) * B_Q, queries) - 1
-        limit = last_query + keys - queries + B_K  # below B_K if the row sees no key
-        visible = tl.minimum(tl.maximum(limit, 0) // B_K, count)
-        partial = last_key > q_block * B_Q + keys - queries
-
-    number = row.to(tl.int64) * count + block  # in the grid
-    if parts is not None:
-        partial = partial | (tl.load(parts + number, inside, 0) != 0)
-    score = tl.load(scores + row.to(tl.int64) * stride + block, inside, 0.0).to(tl.float32)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    order = tl.where((score != score) | (score == -float("inf")), LOWEST, order)
-    order = tl.where((block < first) | (block >= visible - last), 0x7FFFFFFF, order)
-    order = tl.where((block >= visible) | (row >= rows), LOWEST, order)
-
-    places, weight, goal = tl.minimum(places, visible), None, None
-    most = tl.minimum(places, tl.sum((order != LOWEST).to(tl.int32), 1, keep_dims=True))
-    if mass is not None:
-        usable = (score > -float("inf")) & (block < visible)
-        logit = tl.where(
-            usable, tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT), -MOST_LOGIT
-        )
-        weight = tl.where(usable, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
-        goal = tl.sum(weight, 1, keep_dims=True) * mass * 2**-24
-    least, one = tl.full((ROWS, 1), LOWEST, tl.int32), tl.full((ROWS, 1), 1, tl.int32)
-    bit, enough = 32, 0
-    while (bit > 0) & (enough == 0):
-        for _ in tl.static_range(ROUNDS):
-            bit -= 1
-            trial = least ^ (one << bit)  # 0 in the first round
-            least = tl.where(_suffice(order >= trial, most, weight, goal), trial, least)
-        if goal is None:
-            taken = tl.sum((order >= least).to(tl.int32), 1, keep_dims=True)
-            enough = tl.min((taken == most).to(tl.int32))
-    chosen = order >= least
-    if enough == 0:
-        above, equal = order > least, order == least
-        rest = most - tl.sum(above.to(tl.int32), 1, keep_dims=True)
-        stays = tl.cumsum(equal.to(tl.int32), 1) <= rest
-        if mass is not None:
-            before = tl.sum(tl.where(above, weight, 0.0), 1, keep_dims=True) - weight
-            before += tl.cumsum(tl.where(equal, weight, 0.0), 1)
-            stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
-        chosen = above | (equal & stays)
-    chosen = chosen & (order != LOWEST)
-
+        query, shift = row % q_blocks * B_Q, keys - queries
+        limit = tl.minimum(query + B_Q, queries) - 1 + shift + B_K  # below B_K: sees no key
+        visible = tl.minimum(tl.maximum(limit, 0) // B_K, visible)
+        complete = tl.maximum(query + shift + 1, 0) // B_K  # for the first query of the row
+        whole = tl.where(query + 1 < queries, complete, BLOCKS)
     start = tl.load(starts + row, row < rows, 0)
-    taken = tl.sum(chosen.to(tl.int32), 1, keep_dims=True)
-    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
-    lane = tl.arange(0, PLACES)[None, :]
-    empty = (lane >= taken) & (lane < places) & (row < rows)
-    tl.store(columns + start + lane, count | LOWEST, empty)
-    if slots is not None:
-        tl.store(slots + start + place, number.to(tl.int32), chosen)
+    places = tl.minimum(places, visible)
+
+    read = (visible + VECTOR - 1) // VECTOR * VECTOR
+    at = scores + row.to(tl.int64) * stride + block
+    # The hint puts threads to rows and lanes before steps. Masks keep it from widening a load.
+    at = tl.max_contiguous(at, [1, 2, 2, VECTOR])
+    score = tl.load(at, block < read, 0.0).to(tl.float32)
+    seen, forced = block < visible, (block < FIRST) | (block >= visible - last)
+    weight, goal, given = None, None, None
+    if mass is not None:
+        usable = seen & (score > -float("inf"))  # False for NaN
+        logit = tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT)
+        logit = tl.where(usable, logit, -MOST_LOGIT)
+        weight = tl.where(usable, tl.exp(logit - largest_of(logit)), 0.0)
+        goal = total_of(weight) * mass * 2**-24
+        given = total_of(tl.where(forced, weight, 0.0))
+
+    # The lowest score that is selected is at `low` or above it, and below `high`.
+    score = tl.where(seen & (forced == 0), score, float("nan"))
+    high = largest_of(score)
+    score = tl.where(seen & forced, float("inf"), score)
+    low = smallest_of(score)
+    if tl.max(tl.maximum(high, -low)) == float("inf"):
+        low = smallest_of(tl.where(score == -float("inf"), float("inf"), score))
+        beyond = count_of(score == float("inf"))
+        enough = beyond >= places
+        if goal is not None:
+            weighed = total_of(tl.where(score == float("inf"), weight, 0.0))
+            enough = enough | (weighed >= goal)
+        low = tl.where(enough, float("inf"), low)
+        finite = largest_of(tl.where(score == float("inf"), -float("inf"), score))
+        high = tl.where(enough, LARGEST, finite)
+    high = as_score(as_order(high + 0.0) + 1)  # the next one; -0.0 and 0.0 are equal
+    taken, beyond = count_of(score >= low), tl.zeros((1, ROWS, 1, 1), tl.int32)
+    excess, enough, going, tests = taken, taken < 0, 1, 0
+    while going > 0:
+        for _ in tl.static_range(ROUNDS):
+            if FEW:
+                trial = tl.maximum(largest_of(tl.where(score < high, score, low)), low)
+            elif tests < LINEAR:
+                trial = 0.5 * low + 0.5 * high
+            else:
+                least, most = as_order(low), as_order(high)
+                trial = as_score((least & most) + ((least ^ most) >> 1))
+            inside = score >= trial
+            there = count_of(inside)
+            enough = there >= places
+            if goal is not None:
+                enough = enough | (total_of(tl.where(inside, weight, 0.0)) >= goal)
+            low, high = tl.where(enough, trial, low), tl.where(enough, high, trial)
+            taken, beyond = tl.where(enough, there, taken), tl.where(enough, beyond, there)
+        excess = taken - places if goal is None else taken - beyond - 1
+        settled = enough if FEW else as_order(high) - 1 <= as_order(low)
+        going = tl.max(((excess > 0) & (settled == 0)).to(tl.int32))
+        tests += 1
+
+    word = word_of(score >= low, place)
+    if goal is not None or tl.max(excess) > 0:
+        lane_first = lane * SIDE
+        ends = lowest_bits(visible - lane_first, SIDE) & ~lowest_bits(
+            visible - last - lane_first, SIDE
+        )
+        always = ends | lowest_bits(tl.minimum(FIRST, visible) - lane_first, SIDE)
+        word = word_of(score > low, place)
+        ties = word_of(score == low, place) & ~always
+        word = tl.where(low == float("inf"), 0, word) | always
+        rest = places - tl.sum(count_bits(word), 2, keep_dims=True)
+        if goal is not None:
+            missing = goal - total_of(tl.where(score > low, weight, 0.0))
+            missing -= tl.where(low == float("inf"), given, 0.0)
+            each = tl.ceil(missing / largest_of(tl.where(score == low, weight, 0.0)))
+            each = tl.where(missing > 0, tl.minimum(each, BLOCKS), 0.0)
+            rest = tl.minimum(rest, each.to(tl.int32))
+        many = count_bits(ties)
+        many = tl.minimum(many, rest - sum_before(many))
+        for i in tl.range(0, tl.max(many)):
+            word, ties = tl.where(i < many, word | (ties & -ties), word), ties & (ties - 1)
+
+    many = count_bits(word)
+    place = start + sum_before(many)
+    for _ in tl.range(0, tl.max(many)):
+        lowest = (word & -word).to(tl.float32).to(tl.int32, bitcast=True)
+        column, some = lane * SIDE + ((lowest >> 23) & 0xFF) - 127, word != 0
+        number, partial = row.to(tl.int64) * count + column, column >= whole
+        if parts is not None:
+            partial = partial | (tl.load(parts + number, some, 0) != 0)
+        tl.store(columns + place, tl.where(partial, column | PARTIAL, column), some)
+        if slots is not None:
+            tl.store(slots + place, number.to(tl.int32), some)
+        word, place = word & (word - 1), place + 1
+
+    taken, place = tl.sum(many, 2, keep_dims=True), tl.arange(0, PLACES)[None, None, :, None]
+    empty = (place >= taken) & (place < places)
+    tl.store(columns + start + place, count | PARTIAL, empty)
     tl.store(offsets + row, start, row < rows)
     tl.store(offsets + row + 1, start + places, row < rows)  # the next row's start
-
-
-@triton.jit
-def _suffice(inside, most, weight, goal):  # type: ignore[no-untyped-def]
-    """Return whether `most` blocks are inside, or weigh as much as is wanted."""
-    enough = tl.sum(inside.to(tl.int32), 1, keep_dims=True) >= most
-    if goal is not None:
-        weighed = tl.sum(tl.where(inside, weight, 0.0), 1, keep_dims=True)
-        enough = enough | (weighed >= goal)
-    return enough
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,12 +8,12 @@
 are the parts. The candidates of a row also have the time of each part alone, by its name in `of`.
 A contest compares outputs for one mask. So scores are added to a bias, which is GAP larger for the
 blocks of the mask. The mask is selected if scores differ by less; if not, the output is an error.
-With BASE, a threshold between both takes 19 bits, as that of ordinary scores does (_selecting.py).
-In rows that have fewer blocks than others, the rest is -inf. Every part does the work of a call
-without a bias (sparsebench.select_attention). `settings` are numbers for options of the method,
-such as "stride=8". A branch that a method adds to attention needs a factor of 0 there: "gate=0" for
-vsa. NSA has its selected branch alone. If a method has more lists than the mask, each list of the
-mask is selected several times.
+A row's first block has PEAK times GAP, so that halving (_selecting.py) ends after 9 rounds, as it
+does with ordinary scores. In rows that have fewer blocks than others, the rest is -inf. Every part
+does the work of a call without a bias (sparsebench.select_attention). `settings` are numbers for
+options of the method, such as "stride=8". A branch that a method adds to attention needs a factor
+of 0 there: "gate=0" for vsa. NSA has its selected branch alone. If a method has more lists than the
+mask, each list of the mask is selected several times.
 
 Bound: attention's, and what the method's file says of its scores.
 """
@@ -40,7 +40,7 @@ from sparsebench.kernels.attention.methods._method import FOLDER, Method, Scored
 
 ENGINES = attention_gathered.KERNEL, attention_wgmma.KERNEL, attention_triton.KERNEL
 WITHOUT = "scores", "lists"  # parts without a method
-BASE, GAP = 2.0**18, 2.0**9  # scores of normal Q and K, D 128, are below 100
+GAP, PEAK = 2.0**9, 2.0**8  # scores of normal Q and K, D 128, are below 100
 
 
 def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") -> Launch:
@@ -58,7 +58,8 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
 
     cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
     most = max(1, int(mask.counts.max()))
-    bias = torch.full_like(cells, BASE, dtype=torch.float32).masked_fill_(cells != 0, BASE + GAP)
+    bias = torch.where(cells != 0, GAP, 0.0)
+    bias[(cells != 0) & (cells.cumsum(3) == 1)] *= PEAK
     fewer = mask.counts.view(*cells.shape[:3], 1) < most
     bias = bias.masked_fill_((cells == 0) & fewer, -torch.inf)
     bias = bias.repeat_interleave(lists // mask.lists, 1)
