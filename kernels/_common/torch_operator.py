@@ -41,7 +41,7 @@ def torch_operator(
     @wraps(compute)
     def without_tangents(*operands: Any, **named: Any) -> Any:
         if forward_ad._current_level >= 0:
-            _refuse_tangents(name, (operands, named))
+            refuse_tangents(name, (operands, named))
         return compute(*operands, **named)
 
     operator = torch.library.custom_op(f"sparsebench::{name}", without_tangents, mutates_args=())
@@ -55,7 +55,7 @@ def torch_operator(
     return call
 
 
-def _refuse_tangents(name: str, operands: Any) -> None:
+def refuse_tangents(name: str, operands: Any) -> None:
     """Raise Unsupported if forward-mode AD gave an operand a tangent."""
     tensors = (leaf for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor))
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo as disable_dynamo
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from sparsebench._discovery import load, modules
@@ -45,6 +46,7 @@ from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Record
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.stamp import by_stamp
+from sparsebench.kernels._common.torch_operator import refuse_tangents
 from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
@@ -250,6 +252,8 @@ class _NamedProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, _), (needs_x, needs_w, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        if forward_ad._current_level >= 0:
+            refuse_tangents(f"matmul: {ctx.name}", dy)
         with torch.cuda.device_of(dy):
             dx = _run(ctx.name, ctx.w, "linear_dgrad", dy=dy) if needs_x else None
             dw = _run(ctx.name, ctx.w, "linear_wgrad", dy=dy, x=x) if needs_w else None
