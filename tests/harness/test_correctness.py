@@ -123,6 +123,16 @@ def test_fp8_allows_sums_of_thirteen_bits(k: int) -> None:
     assert check(definition(shorter, x.float()).bfloat16(), right).reason
 
 
+@pytest.mark.parametrize(("depth", "right"), [(12800, True), (64, False)])
+def test_a_long_sum_may_be_truncated_before_it_is_rounded(depth: int, right: bool) -> None:
+    """An output of cuBLAS on an H200, with 12,800 terms: their sum lost 8.8e-5 and was rounded."""
+    exact, out = torch.ones(16, 16, dtype=torch.float64), torch.ones(16, 16, dtype=torch.bfloat16)
+    exact[3, 5], out[3, 5] = 2.03915, 2.03125
+    answer = Expected(exact, torch.full_like(exact, 0.7), torch.bfloat16, depth)
+    reason = check(out, answer).reason
+    assert (reason is None) is right, reason
+
+
 def test_an_empty_row_must_be_exactly_zero() -> None:
     right, out = expected("fp16", empty_row=True)
     assert check(out, right).reason is None
