@@ -100,14 +100,15 @@ class Selection(NamedTuple):
 
         bounds  its keep, mass, first and last
         """
-        sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
+        sides, layout = sides_of(block), layout_of(scores)
         expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point of 16 bits or more"
-        fits = scores.dim() == 4 and scores.is_floating_point() and scores.element_size() > 1
-        fits = fits and 0 not in scores.shape
+        fits = isinstance(scores, Tensor) and scores.dim() == 4 and 0 not in scores.shape
+        fits = fits and scores.is_floating_point() and scores.element_size() > 1
         require(fits, f"expected {expected}, found {layout}")
+        require(type(causal) is bool, f"causal: expected True or False, found {causal!r}")
         batch, lists, *grid = scores.shape
         whole = [count * side for count, side in zip(grid, sides, strict=True)]
-        sizes = token_counts(tokens or whole)
+        sizes = token_counts(whole if tokens is None else tokens)
         blocks, (most, mass, first, last) = blocks_of(sizes, sides), bounds
         require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
         keep = blocks[1] if most is None and mass is not None else most
@@ -118,10 +119,33 @@ class Selection(NamedTuple):
         part = 1.0 if mass is None else mass
         if not (type(part) in (int, float) and 0 < part <= 1):
             raise FormatError(f"mass: expected a number above 0, at most 1; found {mass!r}")
-        if not (all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep):
+        few = all(type(n) is int and n >= 0 for n in (first, last))
+        if not (few and min(first + last, blocks[1]) <= keep):  # with a place for all, all stay
             expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
             raise FormatError(f"first, last: expected {expected}; found {first} and {last}")
         return cls(batch * lists * blocks[0], sizes, sides, causal, keep, first, last, float(part))
+
+
+def layout_of(x: object) -> str:
+    """Describe what was found in place of a tensor of another layout."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def marks_of(indices: Tensor, tokens: object, block: object) -> Tensor:
+    """Return scores of blocks, fp32: 0 for those that `indices` lists, -inf for others.
+
+    indices  [batch, lists, q_blocks, keep], of which those that are no block are left out
+
+    Raises FormatError.
+    """
+    rows, count = blocks_of(token_counts(tokens), sides_of(block))
+    whole = isinstance(indices, Tensor) and indices.dtype in (torch.int32, torch.int64)
+    fits = whole and indices.dim() == 4 and indices.shape[2] == rows and 0 not in indices.shape
+    expected = f"int32 or int64 [batch, lists, {rows} q_blocks, keep], of at least 1 each"
+    require(fits, f"indices: expected {expected}; found {layout_of(indices)}")
+    inside = torch.where((indices >= 0) & (indices < count), indices, count).long()
+    marks = indices.new_full((*indices.shape[:3], count + 1), -torch.inf, dtype=torch.float32)
+    return marks.scatter_(3, inside, 0.0)[..., :count]
 
 
 def select_in_torch(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -170,9 +194,10 @@ def without_keys(
     a place is its column. Raises FormatError.
     """
     (b_q, b_k), count, s_kv = selection.block, selection.grid[1], selection.tokens[1]
-    layout = f"{keys.dtype} {list(keys.shape)}"
-    fits = keys.dtype == torch.bool and keys.shape == (s_kv,)
-    require(fits, f"keys: expected bool [{s_kv}], found {layout}")
+    fits = isinstance(keys, Tensor) and keys.dtype == torch.bool and keys.shape == (s_kv,)
+    require(fits, f"keys: expected bool [{s_kv}], found {layout_of(keys)}")
+    devices = f"keys: expected them on {columns.device}, as the scores; found {keys.device}"
+    require(keys.device == columns.device, devices)
     there = pad(keys, (0, -s_kv % b_k), value=True).view(count, 1, b_k)
     blocks = columns & ~PARTIAL
     lacks = pad(~there.flatten(1).all(1), (0, 1))[blocks.long()]  # False for an empty place

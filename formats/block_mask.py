@@ -58,7 +58,7 @@ from sparsebench.formats._format import (
     rows_of,
     sides_of,
 )
-from sparsebench.formats._selection import PARTIAL, Selection, select, without_keys
+from sparsebench.formats._selection import PARTIAL, Selection, marks_of, select, without_keys
 
 MOST_ELEMENTS = 2**28
 """Most elements that a mask may be expanded to. Tests expand masks, kernels never do."""
@@ -185,7 +185,8 @@ class BlockMask(Format):
                      the scores that it sees, add up to this; or `keep` blocks that add up to less
         tokens       [S_q, S_kv]; without it, every block is whole
         first, last  blocks that each row keeps whatever their scores: those that it sees first
-                     (attention sinks) and last (the window before its queries)
+                     (attention sinks) and last (the window before its queries); at most `keep`
+                     together, unless that is all
         keys         bool [S_kv]: False for keys that no query sees, such as padding. Some key of
                      each block is there
 
@@ -217,16 +218,10 @@ class BlockMask(Format):
 
         Does not wait for the device, as `from_scores`. Raises FormatError.
         """
-        layout = f"{indices.dtype} {list(indices.shape)}"
-        whole = indices.dim() == 4 and indices.dtype in (torch.int32, torch.int64)
-        require(whole, f"expected int32 or int64 [batch, lists, q_blocks, keep], found {layout}")
-        count = blocks_of(token_counts(tokens), sides_of(block))[1]
-        inside = torch.where((indices >= 0) & (indices < count), indices, count).long()
-        marks = indices.new_full((*indices.shape[:3], count + 1), -torch.inf, dtype=torch.float32)
-        marks.scatter_(3, inside, 0.0)
-        keep = min(indices.shape[3], count)
+        marks = marks_of(indices, tokens, block)
+        keep = min(indices.shape[3], marks.shape[3])
         options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
-        return cls.from_scores(marks[..., :count], keep, **options)
+        return cls.from_scores(marks, keep, **options)
 
     @classmethod
     def build(

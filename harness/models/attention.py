@@ -10,8 +10,10 @@ the caller, [batch, 1, S_q, S_kv], is taken as it is.
 `config.sparse_select = {"keep": 16, "block": 64}`, or with "mass": 0.9, lets each block of queries
 of a prompt select its blocks of keys (sparsebench.select_attention). Blocks have 64 keys if it
 gives no "block". {"method": "xattention", "mass": 0.9, "stride": 8} names a method of that function
-and its options; "first" and "last" are the method's, if not given. It needs prompts without
-padding. In a model that also has layers without a window, as Gemma, those with one select nothing.
+and its options; "first" and "last" are the method's, if not given. It needs whole causal prompts
+without padding; compiled, also a cache, because without one transformers makes a mask of packed
+sequences. In a model that also has layers without a window, as Gemma, those with one select
+nothing.
 
 With "keep", and any method, decoding selects as many keys by the bounds of pages of at most `block`
 keys, from a static cache whose length is a multiple of 16 (static_cache.py), also if it is
@@ -147,8 +149,9 @@ def attend(
             selection["keep"] = min(selection["keep"], blocks)
         return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
     if selection and attention_mask is not None and queries > selection["block"]:
-        expected = f"prompts without padding or window, or {selection['block']} queries at most"
-        raise Unsupported(f"sparse_select: expected {expected}, found a mask of {queries}")
+        few = f"{selection['block']} queries at most"
+        expected = f"whole causal prompts without padding or window, or {few}"
+        raise Unsupported(f"sparse_select: expected {expected}; found a mask of {queries}")
     options = {"block": BLOCK, "causal": causal, "scale": scaling}
     return attention_of_elements(q, k, v, attention_mask, **options), None
 

@@ -218,8 +218,9 @@ def require_operands(
     if (batch, s_q, k.shape[1]) != sizes or k.shape[0] != batch:
         expected = "{} sequences of {} queries and {} keys as in the mask".format(*sizes)
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
-    if k.shape[3] != d or not k.shape[2] or heads % k.shape[2] or d > MOST_DEPTH:
-        expected = f"heads a multiple of key heads, of one size up to {MOST_DEPTH}"
+    grouped = 0 not in (heads, k.shape[2]) and heads % k.shape[2] == 0
+    if k.shape[3] != d or not grouped or not 0 < d <= MOST_DEPTH:
+        expected = f"heads a multiple of key heads, of one size from 1 to {MOST_DEPTH}"
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
     if heads % lists:
         expected = f"heads a multiple of the mask's {lists} lists"

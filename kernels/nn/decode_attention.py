@@ -42,7 +42,8 @@ def _decode(
     if _in_torch(k):
         keep, first, last = numbers
         pool = Pool(q, k, v, table, lengths)
-        return attend_in_torch(pool, summaries, keep, first, last, scale)
+        with torch.autocast("cpu", enabled=False):  # the products are in fp32
+            return attend_in_torch(pool, summaries, keep, first, last, scale)
     refuse(unsupported_pool(k.dtype, k.shape[3], k.device))
     pool = Pool(aligned(q), k, v, table, lengths)
     columns = None if summaries is None else select_pages(pool, summaries, *numbers)
@@ -126,7 +127,7 @@ def decode_attention(
     _require(0 < factor < torch.inf, "a scale above 0, and finite", scale)
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_pages, v_pages))
     _require(not gradient, "torch.no_grad() or operands without a gradient", "a gradient")
-    if not q.numel() or not table.shape[1]:
+    if not q.numel() or not table.shape[1] or not len(k_pages):
         return torch.zeros_like(q)
     run: Any = _operator if is_traced() else _decode
     numbers = [keep or 0, first, last]

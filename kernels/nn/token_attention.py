@@ -116,11 +116,9 @@ def _mask_of(
     """Return the mask of the highest scores [batch, lists, S, n]."""
     least = sum(forced.values())
     require(keep >= least, f"keep: expected {least} blocks or more, found {keep}")
-    most = min(keep, scores.shape[3])
-    first = min(forced["first"], most)
-    options: dict[str, Any] = {"first": first, "last": min(forced["last"], most - first)}
-    options |= {"block": [1, block], "tokens": [q.shape[1], k.shape[1]], "causal": True}
-    return BlockMask.from_scores(scores, most, **options)
+    grid = {"block": [1, block], "tokens": [q.shape[1], k.shape[1]]}
+    options: dict[str, Any] = {**grid, **forced, "causal": True}
+    return BlockMask.from_scores(scores, min(keep, scores.shape[3]), **options)
 
 
 def _refuse_in_compiled_code(expected: str, found: str) -> None:

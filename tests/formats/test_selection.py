@@ -17,6 +17,7 @@ CASES = [  # tokens, block, causal, keep, first, last
     ((30, 50), (8, 16), False, 4, 2, 1),
     ((64, 64), (16, 16), False, 4, 0, 0),
     ((16, 130), (16, 8), True, 17, 3, 4),
+    ((20, 12), (8, 8), True, 2, 2, 1),  # a place for each block: all may be kept in any case
 ]
 
 
@@ -160,10 +161,14 @@ def test_lists_of_indices_in_any_order_are_taken_once(case) -> None:
     assert rows_of(mask) == expected
 
 
-def test_keys_of_another_length_are_refused() -> None:
-    for keys in (torch.ones(31).bool(), torch.ones(32)):
+def test_keys_of_another_length_or_device_are_refused() -> None:
+    options: dict[str, Any] = {"keep": 1, "block": 16}
+    for keys in (torch.ones(31).bool(), torch.ones(32), [True] * 32):
         with pytest.raises(FormatError, match=r"keys: expected bool \[32\], found"):
-            BlockMask.from_scores(torch.zeros(1, 1, 2, 2), 1, block=16, keys=keys)
+            BlockMask.from_scores(torch.zeros(1, 1, 2, 2), keys=keys, **options)
+    elsewhere = torch.ones(32, dtype=torch.bool, device="meta")
+    with pytest.raises(FormatError, match="keys: expected them on cpu, as the scores; found meta"):
+        BlockMask.from_scores(torch.zeros(1, 1, 2, 2), keys=elsewhere, **options)
 
 
 def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
@@ -182,11 +187,17 @@ def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
         ({"keep": 5, "mass": 0.5}, "keep: expected a whole number from 1 to 4 blocks, found 5"),
         ({"keep": 2, "last": -1}, "expected whole numbers from 0 on, .*; found 0 and -1"),
         ({"keep": 2, "tokens": [64, 500]}, "expected .*: \\[1, 4\\], found .*\\[1, 1, 4, 4\\]"),
+        ({"keep": 2, "tokens": []}, "tokens: expected \\[queries, keys\\], each at least 1; found"),
+        ({"keep": 2, "causal": None}, "causal: expected True or False, found None"),
     ):
         with pytest.raises(FormatError, match=reason):
             BlockMask.from_scores(scores, **options)
     for dtype in (torch.int64, torch.float8_e4m3fn):
         with pytest.raises(FormatError, match="in floating point of 16 bits or more, found torch"):
             BlockMask.from_scores(scores.to(dtype), 2)
-    with pytest.raises(FormatError, match="expected int32 or int64"):
-        BlockMask.from_indices(scores, tokens=[512, 512])
+    with pytest.raises(FormatError, match="or more, found list"):
+        BlockMask.from_scores([1.0], 1)
+    whole = torch.zeros(1, 1, 4, 2, dtype=torch.int32)
+    for indices in (scores, whole[:, :, 1:], whole[..., :0], whole[:0], whole[0], [[0]]):
+        with pytest.raises(FormatError, match=r"indices: expected int32 or int64 .*4 q_blocks"):
+            BlockMask.from_indices(indices, tokens=[512, 512])

@@ -102,7 +102,7 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     torch.testing.assert_close(llama(whole).logits[:, :88], logits[:, :88], atol=1e-4, rtol=1e-4)
     padding = torch.ones(2, 90, dtype=torch.long)
     padding[1, :9] = 0
-    with pytest.raises(Unsupported, match="expected prompts without padding"):
+    with pytest.raises(Unsupported, match="expected whole causal prompts without padding"):
         llama(prompt, attention_mask=padding)
     for wrong, expected in (
         ({"keep": 4, "method": 8}, "expected sparse_select such as"),
@@ -134,6 +134,27 @@ def test_what_selects_nothing_is_refused_whatever_the_length(llama, wrong) -> No
         with pytest.raises(Unsupported, match="expected sparse_select such as"):
             llama(prompt)
     del llama.config.sparse_select
+
+
+@torch.no_grad()
+def test_a_compiled_prompt_selects_what_it_does_uncompiled(llama) -> None:
+    llama.set_attn_implementation("sparsebench")
+    llama.config.sparse_select = {"keep": 4, "block": 16}
+    torch._dynamo.reset()
+    compiled = torch.compile(llama, fullgraph=True, backend="aot_eager")
+    for length in (90, 91, 40, 64):  # from the second on, it is symbolic
+        prompt = torch.randint(1, 64, (2, length))
+        torch.testing.assert_close(compiled(prompt).logits, llama(prompt).logits)
+    del llama.config.sparse_select
+
+
+@torch.no_grad()
+def test_a_model_that_is_not_causal_selects_nothing() -> None:
+    model = transformers.BertModel(transformers.BertConfig(**TWO, vocab_size=64)).eval()
+    model.set_attn_implementation("sparsebench")
+    model.config.sparse_select = {"keep": 2, "block": 16}
+    with pytest.raises(Unsupported, match="expected whole causal prompts"):
+        model(torch.ones(1, 90, dtype=torch.long))
 
 
 @pytest.mark.parametrize("options", [{"mass": 1.0}, {"keep": 16, "mass": 1.0}, {"keep": 16}])

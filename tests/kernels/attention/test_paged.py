@@ -281,6 +281,9 @@ def test_no_sequence_and_no_page_give_zeros() -> None:
     assert decode_attention(*few).shape == (0, 4, 32)
     o = decode_attention(c.q, c.k, c.v, c.table[:, :0], c.lengths, c.summaries, keep=4)
     assert not o.any()
+    pools = c.k[:0], c.v[:0], c.table, c.lengths
+    assert not decode_attention(c.q, *pools).any()
+    assert not decode_attention(c.q, *pools, c.summaries[:0], keep=4).any()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -339,6 +342,13 @@ def test_a_compiled_call_is_one_graph() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for keep in (3, 4):  # the second is symbolic
         assert torch.equal(compiled(c.q, keep), step(c.q, keep))
+
+
+def test_autocast_changes_no_result() -> None:
+    c = cache([96, 50])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        o = decode_attention(*c.operands)
+    assert torch.equal(o, decode_attention(*c.operands))
 
 
 ON_ANY_DEVICE = [

@@ -125,6 +125,8 @@ def test_a_mask_is_copied_and_pickled_after_a_call() -> None:
         (lambda q, k, v, mask: (q[:, 1:], k, v, mask), "queries"),
         (lambda q, k, v, mask: (q, k, v[:, 1:], mask), "alike"),
         (lambda q, k, v, mask: (q[:, :, :3], k, v, mask), "multiple"),
+        (lambda q, k, v, mask: (q[:, :, :0], k, v, mask), "multiple"),
+        (lambda q, k, v, mask: (q[..., :0], k[..., :0], v[..., :0], mask), "one size from 1 to"),
         (lambda q, k, v, mask: (q.double(), k.double(), v.double(), mask), "fp16"),
         (lambda q, k, v, mask: (q, k.half(), v, mask), "float16"),
         (lambda q, k, v, mask: (q, k, v, replace(mask, lists=3)), "lists"),
@@ -397,6 +399,14 @@ def test_a_selection_under_autocast_casts_operands_but_scores_in_fp32() -> None:
 def test_what_cannot_select_is_refused_in_one_line(sizes, options: dict, reason: str) -> None:
     with pytest.raises(SparsebenchError, match=reason):
         select_attention(*map(torch.randn, sizes), **{"keep": 2, "block": 16, **options})
+
+
+@pytest.mark.parametrize("options", [{"mass": 0.5}, {"keep": 1}, {"mass": 0.5, "method": "nsa"}])
+def test_a_single_block_of_keys_is_all_that_is_kept(options: dict) -> None:
+    q, k, v = (torch.randn(1, 30, heads, 16) for heads in (4, 2, 2))
+    mask = BlockMask.from_dense(torch.ones(1, 1), block=64, tokens=[30, 30], causal=True)
+    o = select_attention(q, k, v, block=64, causal=True, **options)
+    torch.testing.assert_close(o, attention(q, k, v, mask))
 
 
 @pytest.mark.parametrize("mass", [None, 0.4])
