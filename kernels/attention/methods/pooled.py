@@ -4,11 +4,15 @@
 
 The mean of a block of queries contains its last ones. So with the causal rule the selection, but no
 key, depends on later tokens of the same block. A NaN in a block makes its scores NaN.
+
+A caller may bring what stands for a block instead: its largest values, or means that were computed
+where queries and keys were.
 """
 
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention.methods._method import Method, Scored
 
@@ -22,13 +26,31 @@ def score(
     block: int,
     causal: bool,
     bias: Tensor | None = None,
+    pooled_q: Tensor | None = None,
+    pooled_k: Tensor | None = None,
 ) -> Scored:
-    """Return one list for each KV head; the causal rule changes no score."""
-    queries, keys = (means(x.detach(), block, k.shape[2]) for x in (q, k))
+    """Return one list for each KV head; the causal rule changes no score.
+
+    pooled_q, pooled_k  in place of means: floats [batch, H_kv, blocks, D]
+    """
+    queries = _pooled("pooled_q", pooled_q, q, block, k.shape[2])
+    keys = _pooled("pooled_k", pooled_k, k, block, k.shape[2])
     pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
     added, beta = (queries.new_empty(()), 0) if bias is None else (bias.flatten(0, 1), 1)
     products = torch.baddbmm(added, *pairs, beta=beta, alpha=scale)
     return Scored(products.unflatten(0, keys.shape[:2]), q, k, v)
+
+
+def _pooled(name: str, pooled: Tensor | None, x: Tensor, block: int, groups: int) -> Tensor:
+    """Return what stands for each block of x, fp32. Raises Unsupported."""
+    if pooled is None:
+        return means(x.detach(), block, groups)
+    size = [x.shape[0], groups, -(-x.shape[1] // block), x.shape[3]]
+    tensor = isinstance(pooled, Tensor)
+    if not tensor or [*pooled.shape] != size or pooled.device != x.device:
+        actual = f"{list(pooled.shape)} on {pooled.device}" if tensor else repr(pooled)
+        raise Unsupported(f"pooled: {name}: expected {size} on {x.device}, found {actual}")
+    return pooled.detach().float()
 
 
 METHOD = Method(score)
