@@ -104,7 +104,10 @@ def missing(curves: Iterable[SelectionCurve]) -> dict[str, dict[str, str]]:
 
 
 def groups(curves: Sequence[SelectionCurve]) -> list[tuple[str, list[SelectionCurve]]]:
-    """Return the curves of each GPU, head shape and phase, with a title."""
+    """Return the curves of each GPU, head shape and phase, with a title.
+
+    Those that score no blocks are last.
+    """
     parts: dict[str, list[SelectionCurve]] = {}
     for curve in curves:
         what = PHASES[curve.phase]
@@ -112,7 +115,7 @@ def groups(curves: Sequence[SelectionCurve]) -> list[tuple[str, list[SelectionCu
         what = f"causal {what}" if curve.causal and curve.phase == "prompt" else what
         title = f"{what}, {heads_text(*shape_of(curve))}, {curve.dtype}, {curve.gpu}"
         parts.setdefault(title[0].upper() + title[1:], []).append(curve)
-    return [*parts.items()]
+    return [(title, sorted(of, key=lambda c: c.method in PARTS)) for title, of in parts.items()]
 
 
 def name_of(curve: SelectionCurve) -> str:
@@ -134,9 +137,9 @@ def kept_of(curve: SelectionCurve) -> str:
 
 
 def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
-    """Return a line for each curve, those that score no blocks last."""
+    """Return a line for each curve."""
     lines: list[list[Cell]] = []
-    for curve in sorted(curves, key=lambda curve: curve.method in PARTS):
+    for curve in curves:
         point = curve.points[-1]
         gain = f"{_gain(point)} at {point.tokens:,}"
         look = "†" * (min(each.processes for each in curve.points) < FEWEST)

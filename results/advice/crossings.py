@@ -154,10 +154,15 @@ def curves_of(runs: Iterable[tuple[Analysis, str]]) -> list[SelectionCurve]:
     alone = [
         curve
         for curve in every
-        if len(curve.points) == 1 and curve.share is not None
+        if len(curve.points) == 1 and (curve.share is None) == _counts_keys(curve)
         if (curve.points[0].run, curve.points[0].us) not in through
     ]
     return sorted(long + alone, key=_order)
+
+
+def _counts_keys(curve: SelectionCurve) -> bool:
+    """Return whether a curve of one length has a number of keys: each query selects for itself."""
+    return curve.phase == "decode" or curve.block[0] == 1
 
 
 def crossing(values: Sequence[tuple[int, float]]) -> int | None:

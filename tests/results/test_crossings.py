@@ -91,6 +91,8 @@ def test_a_curve_keeps_a_share_or_a_number_of_keys() -> None:
     found = curves(*rows(gains, selected("means", "attention_decode"), **levels))
     kept = [(c.phase, c.sequences, c.share, c.keys, len(c.points)) for c in found]
     assert kept == [("decode", 16, 0.0625, None, 2), ("decode", 16, None, 2048, 2)]
+    of_one_length = curves(*rows({8192: 2.0}, selected("means", "attention_decode"), **levels))
+    assert [(c.share, c.keys) for c in of_one_length] == [(None, 2048)]
 
 
 def test_rows_of_causal_prompts_keep_equally_many_blocks() -> None:
