@@ -48,7 +48,7 @@ def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -
 def _score_blocks(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None) -> Tensor:
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         grouped = q.float().unflatten(2, (keys.shape[1], -1))
-        with torch.autocast(q.device.type, enabled=False):  # scores are fp32
+        with torch.autocast("cpu", enabled=False):  # scores are fp32
             products = torch.einsum("bshgd,bhnd->bhgsn", grouped, keys.float()).flatten(1, 2)
         return products if bias is None else products + bias
     q = aligned(q.contiguous())

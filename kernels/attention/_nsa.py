@@ -66,7 +66,7 @@ def _compress(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        with torch.autocast(q.device.type, enabled=False):  # scores are fp32
+        with torch.autocast("cpu", enabled=False):  # scores are fp32
             return _in_torch(q, keys, values, block, tokens, scale, bias)
     q = aligned(q.contiguous())
     sizes = tuple(q.shape), tuple(keys.shape), q.dtype, q.device, block, tokens

@@ -101,7 +101,7 @@ def select_attention(
         raise Unsupported(f"select_attention: expected at least one sequence, found {shapes}")
     how.require(method, options)
     factor = factor_of(q, scale)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
         scored = how.score(q, k, v, scale=factor, block=side, causal=causal, **options)
         places: dict[str, Any] = {
             "first": how.first if first is None else first,

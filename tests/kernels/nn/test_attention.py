@@ -401,6 +401,13 @@ def test_what_cannot_select_is_refused_in_one_line(sizes, options: dict, reason:
         select_attention(*map(torch.randn, sizes), **{"keep": 2, "block": 16, **options})
 
 
+@pytest.mark.parametrize("method", ["pooled", "xattention", "nsa", "moba"])
+def test_a_selection_on_meta_has_the_shape_of_q(method: str) -> None:
+    q, k, v = (torch.empty(2, 90, heads, 16, device="meta") for heads in (4, 2, 2))
+    o = select_attention(q, k, v, keep=3, block=16, causal=True, method=method)
+    assert (o.shape, o.device) == (q.shape, q.device)
+
+
 @pytest.mark.parametrize("options", [{"mass": 0.5}, {"keep": 1}, {"mass": 0.5, "method": "nsa"}])
 def test_a_single_block_of_keys_is_all_that_is_kept(options: dict) -> None:
     q, k, v = (torch.randn(1, 30, heads, 16) for heads in (4, 2, 2))
