@@ -27,9 +27,14 @@ os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILE = "compile"  # a test's property: an entry of compiling/record.txt
+# Modules with tests of a minute: they begin first, so that no process waits for another's last.
+LONG = ["kernels/test_interpreted.py", "slurm/test_slurm.py", "reports/test_published.py"]
+LONG += ["test_packaging.py", "test_outsider.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {HERE / name for name in LONG}
+    items.sort(key=lambda item: item.path not in first)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -17,6 +17,7 @@ from tests.tools.paths import PUBLISHED
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+SCREENS = [(1280, "light"), (400, "dark")]  # width and colors
 SIMULATED = """\
 schema: sparsebench/suite@1
 title: <script>alert("a title")</script> 'quoted' & "quoted"/slashed

@@ -7,7 +7,7 @@ import pytest
 
 from sparsebench.reports.site import attention
 from sparsebench.reports.site.pages import Site
-from tests.browser.conftest import write_page
+from tests.browser.conftest import SCREENS, write_page
 from tests.results.selection_examples import evidence
 
 pytestmark = pytest.mark.browser
@@ -19,8 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(tmp_path_factory.mktemp("attention"), name, text)
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize(("width", "colors"), SCREENS)
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(
     width: int, colors: str, page: Path, show: Any
 ) -> None:

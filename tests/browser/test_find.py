@@ -9,6 +9,7 @@ import pytest
 from sparsebench.reports import cells
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site.pages import Site, stylesheet
+from tests.browser.conftest import SCREENS
 
 pytestmark = pytest.mark.browser
 
@@ -37,8 +38,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "find.html"
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize(("width", "colors"), SCREENS)
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
     seen = show(page, width, colors)
     seen.page.locator("main input").fill("bsr m=64")

@@ -8,7 +8,7 @@ import pytest
 
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
-from tests.browser.conftest import write_page
+from tests.browser.conftest import SCREENS, write_page
 
 pytestmark = pytest.mark.browser
 
@@ -22,8 +22,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(folder, prune.PAGE, dict(prune.pages([card], Site()))[prune.PAGE])
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize(("width", "colors"), SCREENS)
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
     show(page, width, colors).assert_fits(width)
 

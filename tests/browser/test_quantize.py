@@ -8,7 +8,7 @@ import pytest
 from sparsebench.reports.site import quantize
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.prune import FIRST
-from tests.browser.conftest import write_page
+from tests.browser.conftest import SCREENS, write_page
 
 pytestmark = pytest.mark.browser
 
@@ -19,8 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(folder, quantize.PAGE, quantize.page(Site(prune=True), FIRST))
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("colors", ["light", "dark"])
+@pytest.mark.parametrize(("width", "colors"), SCREENS)
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
     show(page, width, colors).assert_fits(width)
 

@@ -39,6 +39,7 @@ from tests.outsider.rows import (
     earlier,
     every_case,
     key_of,
+    keys,
     on_zeros,
     rows,
     runs,
@@ -128,20 +129,7 @@ def users(page: str) -> Iterator[str]:
 
     A cell has the cases of one weight in one format, as kernels with a cold cache.
     """
-    every = every_case()
-    here = every[(every.scope == "kernel") & (every.cache == "cold")]
-    of_ours, of_all, behind = [], [], []
-    for (place, *_), cell in here.groupby(["place", "format", here.params.map(json.dumps)]):
-        times = cell.set_index("kernel").median_us.astype(float).sort_values()
-        others = times.drop("default", errors="ignore")
-        if "default" not in times or others.empty:
-            continue
-        within = times["default"] <= 1.03 * others + 0.5
-        of_ours += [*within[within.index.isin(OURS)][:1]]
-        of_all += [within.iloc[0]]
-        if not within.iloc[0]:
-            of_cell = others.index[0], times["default"], others.iloc[0]
-            behind.append((json.loads(place)[0], *of_cell))
+    of_ours, of_all, behind = cells_of_users()
     section = page.partition("## What do users get?")[2].partition("\n## ")[0]
     counts = [f"{sum(each)} of {len(each)}" for each in (of_ours, of_all)]
     if (shown := re.findall(r" in (\d+ of \d+)", section)) != counts:
@@ -160,6 +148,29 @@ def users(page: str) -> Iterator[str]:
         if not same:
             yield f"{line}"
         behind = [each for each in behind if each not in same[:1]]
+
+
+@cache
+def cells_of_users() -> tuple[list[bool], list[bool], list[tuple[str, str, float, float]]]:
+    """Return where users get the best kernel of ours and of all, and the cells where they do not.
+
+    Of each: its run, the best kernel, the time of the default and the best time.
+    """
+    every = every_case()
+    here = every[(every.scope == "kernel") & (every.cache == "cold")]
+    of_ours, of_all, behind = [], [], []
+    for (place, *_), cell in here.groupby(["place", "format", here.params.map(json.dumps)]):
+        times = cell.set_index("kernel").median_us.astype(float).sort_values()
+        others = times.drop("default", errors="ignore")
+        if "default" not in times or others.empty:
+            continue
+        within = times["default"] <= 1.03 * others + 0.5
+        of_ours += [*within[within.index.isin(OURS)][:1]]
+        of_all += [within.iloc[0]]
+        if not within.iloc[0]:
+            of_cell = others.index[0], times["default"], others.iloc[0]
+            behind.append((json.loads(place)[0], *of_cell))
+    return of_ours, of_all, behind
 
 
 def takes(shown: str, us: float) -> bool:
@@ -235,7 +246,7 @@ def ranges(cell: str, key: str, gpu: str) -> bool:
     gains = []
     for run in [*runs(), *earlier()]:
         now = f"{run.partition('/')[0]}/{run.rpartition('/')[2]}"
-        if run.startswith(f"{gpu}/") and now in runs() and (cases(now).key == key).any():
+        if run.startswith(f"{gpu}/") and now in runs() and key in keys(now):
             (ours,) = [*cases(run)[cases(run).key == key].itertuples()] or [None]
             if ours is None or len(ours.blocks) < 6:
                 continue

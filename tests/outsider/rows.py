@@ -53,11 +53,13 @@ class Blocks(dict):
     __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
 
+@cache
 def runs() -> list[str]:
     """Name every published run: GPU/NAME."""
     return sorted(f"{file.parts[-3]}/{file.parts[-2]}" for file in HOME.glob("*/*/run.json"))
 
 
+@cache
 def earlier() -> list[str]:
     """Name every published run that a newer one replaced: GPU/earlier/VERSION/NAME."""
     files = HOME.glob("*/earlier/*/*/run.json")
@@ -185,6 +187,12 @@ def cases(run: str) -> pd.DataFrame:
         blocks.logs = dict(zip(both, logs_of(blocks, base["blocks"]), strict=True))
         case["base"] = base["label"]
     return pd.DataFrame(whole, dtype=object)
+
+
+@cache
+def keys(run: str) -> frozenset[str]:
+    """Return the keys of a run's cases."""
+    return frozenset(cases(run).key)
 
 
 @cache

@@ -48,6 +48,7 @@ from sparsebench.results.model_shapes import MODELS, Mixture, ModelShapes, read_
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal, sparsebench
+from tests.tools.marks import crossed
 from tests.tools.paths import PUBLISHED
 
 LLAMA = {
@@ -148,8 +149,9 @@ def of_half(evidence: Evidence, model: str, gpu: str, tokens: int) -> Advice:
     return next(each for each in answer.kinds if each.kind == HALF)
 
 
-@pytest.mark.parametrize("gpu", ["H100", "H200"])
-@pytest.mark.parametrize("model", [model.name for model in MODELS])
+@pytest.mark.parametrize(
+    ("model", "gpu"), crossed([model.name for model in MODELS], ["H100", "H200"])
+)
 def test_a_verdict_changes_only_where_a_curve_crosses(model, gpu, evidence: Evidence) -> None:
     """It may change once between two neighbouring points, if the answers at them differ."""
     assert {step.layer.m for step in evidence.steps if step.layer.m <= 64} <= {*POINTS}

@@ -233,7 +233,7 @@ def gates(case: TokenCase) -> list[Tensor]:
 
 USED = [
     TokenCase(70, 70, (4, 2), 16, 4),
-    TokenCase(90, 90, (4, 1), 8, 5, batch=2),
+    TokenCase(60, 60, (4, 1), 8, 5, batch=2),
     TokenCase(40, 130, (2, 2), 16, 20),
 ]
 HALF = TokenCase(70, 70, (4, 2), 16, 4, dtype=torch.float16)
