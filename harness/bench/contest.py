@@ -348,28 +348,32 @@ class RunningContest:
     def _answers(self, when: str) -> dict[Variant, list[Expected]]:
         """Compute what each layer is expected to give, for each variant of the contenders.
 
-        If memory runs out, drop the A/A twins, then all contenders: all weights of Qwen3-32B in
-        fp8, dense and 2:4, take 57 GB. If an answer does not fit its dtype, every contender ends.
+        If memory runs out, compute a part (Op.sample); if that takes too much, drop the A/A twins,
+        then all contenders: all weights of Qwen3-32B in fp8, dense and 2:4, take 57 GB. If an
+        answer does not fit its dtype, every contender ends.
         """
-        answers: dict[Variant, list[Expected]] = {}
-        for only_twins in (True, False):
-            running = [entry for entry in self.entries if entry.running]
+        answers, reason = dict[Variant, list[Expected]](), ""
+        for step in range(4):
+            for entry in self.entries:
+                if entry.running and (step == 3 or (step == 2 and entry.contender.twin)):
+                    entry.end(Status.OUT_OF_MEMORY, reason)
+            one_of = {self._variant(e): e.contender for e in self.entries if e.running}
             try:
-                one_of = {self._variant(entry): entry.contender for entry in running}
                 for of in sorted(one_of, reverse=True):
-                    in_part = when == AFTER or self._checked_before(of)
+                    in_part = step > 0 or when == AFTER or self._checked_before(of)
                     seed = SystemRandom().getrandbits(64) if in_part else None
                     answers[of] = right_answers(self.layers, one_of[of], seed)
                 break
             except NO_MEMORY as error:
                 reason = f"reference, {when}: {one_line(error)}"
             answers.clear()
-            for entry in running:
-                if entry.contender.twin or not only_twins:
-                    entry.end(Status.OUT_OF_MEMORY, reason)
             gc.collect()
             if self.stages.device.type == "cuda":
                 torch.cuda.empty_cache()
+        parts = {right.sample.text for each in answers.values() for right in each if right.sample}
+        for entry in self.entries if when == BEFORE and reason and parts else ():
+            if entry.running:
+                entry.record(detail=f"judged in part, for lack of memory: {', '.join(parts)}")
         reason = next(filter(None, map(misfit, answers.values())), "")
         for entry in self.entries if reason else ():
             if entry.running:

@@ -1,5 +1,6 @@
 """The ops of attention: their definitions, their work, and contests with masks."""
 
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.bench.operands import operands, redraw
+from sparsebench.harness.bench.correctness import Expected
+from sparsebench.harness.bench.operands import Layers, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
@@ -291,3 +293,19 @@ baselines: [{format: dense, kernel: torch_dense}]
     assert [row.status for row in rows] == [Status.OK, Status.OK]
     drawn = operands(planned.problem, load_op("attention"), CPU, tmp_path)
     assert drawn.weights["mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0] * 4, [0, 0, 1, 0]]
+
+
+def test_a_part_is_judged_and_named_if_the_whole_answer_takes_too_much_memory(monkeypatch):
+    expected = contest.right_answers
+
+    def crowded(layers: Layers, contender: Contender, seed: int | None) -> list[Expected]:
+        if seed is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return expected(layers, contender, seed)
+
+    monkeypatch.setattr(contest, "right_answers", crowded)
+    monkeypatch.setattr(_block_attention, "CHEAP", 0)
+    dense = Contender("dense", "torch_dense", baseline=True)
+    (row,) = contest.run(problem(), [dense], CPU, None)[0]
+    assert row.status is Status.OK
+    assert re.match(r"judged in part, for lack of memory: KV heads \d", row.detail)
