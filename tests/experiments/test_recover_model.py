@@ -15,7 +15,10 @@ from tests.harness.tiny_models import tiny, tokenizer
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a tiny model, which trains on a few files: to cut all of them takes 10 s."""
+    texts = recover_model.training_text()[:20]
+    monkeypatch.setattr(recover_model, "training_text", lambda: texts)
     tiny("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     return tmp_path
