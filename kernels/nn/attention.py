@@ -74,8 +74,8 @@ def select_attention(
     mass            a block of queries keeps the fewest blocks whose weights add up to this: a
                     softmax of the method's scores. At most `keep`, if that is given
     method          how blocks are scored: a file of kernels/attention/methods, with its formula
-                        pooled      mean query by mean key, for each KV head; or pooled_q=None,
-                                    pooled_k=None [batch, H_kv, blocks, D] in place of means
+                        pooled      mean query by mean key, for each KV head; pool="mean" or "max",
+                                    or pooled_q=None, pooled_k=None [batch, H_kv, blocks, D]
                         xattention  sums of antidiagonals, for each head; stride=16, norm=1.0
                         vsa         cubes of a video, and a coarse branch; video=None, gate=None
                         nsa, moba   the selected branch of `nsa_attention`, and `moba_attention`:

@@ -300,11 +300,15 @@ def test_a_method_compiles_and_has_gradients(options: dict[str, Any]) -> None:
     ("options", "reason"),
     [
         ({"method": "xatention"}, "did you mean xattention"),
-        ({"stride": 8}, "method pooled: expected the options pooled_q, pooled_k, found stride"),
+        (
+            {"stride": 8},
+            "expected the options pool, pooled_q, pooled_k, found stride",
+        ),
         ({"method": "moba", "stride": 8}, "method moba: expected no options, found stride"),
         ({"pooled_q": torch.ones(3)}, "pooled_q: expected .1, 2, 3, 16. on cpu, found .3. on cpu"),
         ({"pooled_k": torch.ones(1, 2, 3, 16, device="meta")}, "pooled_k: .* found .* on meta"),
         ({"pooled_k": 3}, "pooled_k: expected .* found 3"),
+        ({"pool": "maximum"}, "pooled: expected a pool, found 'maximum' .did you mean max"),
         ({"method": "xattention", "strid": 8}, "found strid .did you mean stride"),
         ({"method": "xattention", "stride": 24}, "expected a divisor of the block of 128"),
         ({"method": "xattention", "stride": 1, "block": 256}, "of 256, from 2 on, found 1"),
@@ -327,7 +331,7 @@ def test_what_a_method_does_not_take_is_refused_in_one_line(options: dict, reaso
         select_attention(q, k, v, keep=2, **options)
 
 
-def test_a_caller_may_bring_pooled_queries_and_keys() -> None:
+def test_largest_values_or_what_a_caller_brings_stand_for_blocks() -> None:
     q, k, v = drawn((2, 90, 4, 16), *[(2, 90, 2, 16)] * 2)
     options: dict[str, Any] = {"keep": 3, "block": 16, "causal": True}
     blocks = [pad(x, (0, 0, 0, 0, 0, 6), value=-math.inf).unflatten(1, (6, 16)) for x in (q, k)]
@@ -335,8 +339,9 @@ def test_a_caller_may_bring_pooled_queries_and_keys() -> None:
     mask = BlockMask.from_scores(
         largest[0] @ largest[1].mT, 3, block=16, tokens=[90, 90], causal=True, first=1, last=1
     )
-    o = select_attention(q, k, v, pooled_q=largest[0], pooled_k=largest[1], **options)
-    assert torch.equal(o, attention(q, k, v, mask))
+    for brought in ({"pooled_q": largest[0], "pooled_k": largest[1]}, {"pool": "max"}):
+        o = select_attention(q, k, v, **brought, **options)
+        assert torch.equal(o, attention(q, k, v, mask))
 
 
 def test_keys_without_heads_are_refused() -> None:
