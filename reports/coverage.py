@@ -47,7 +47,8 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         "cards measured."
     )
     return [
-        "The cases below were measured in two runs on different cards of one kind. Both runs "
+        "The cases below were measured in two runs on different cards of one kind, and their "
+        "speedups are over dense on the same zeros. Both runs "
         "searched for their configurations and ran the same kernel: their code is the same, or its "
         "version differs but the compiled kernel does not.",
         "A case is inside if the speedup of the second run lies inside the 95 % interval of the "

@@ -14,6 +14,8 @@ They are estimated for all repeats together and for each stratum, a kernel and a
 between_cards.py pools the two. Repeats are not independent: 17 cards measured the first 503, some
 in several runs. Over pairs of runs they seem to have 34 degrees of freedom, over cards 7.5.
 
+Speedups are over dense on the same zeros here, which earlier runs and later ones have.
+
 Two runs of one version of the code ran the same kernel. So did runs of different versions if they
 have compiled code of the case in common, or if a library is the kernel. Their difference includes
 that of days, hosts and versions of the harness: repeats of one version on two days gave a standard
@@ -54,7 +56,7 @@ from sparsebench.results.statistics.between_cards import (
     time_class,
 )
 from sparsebench.results.statistics.ratio import FEWEST, Floats, hodges_lehmann, welch
-from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.analysis import Analysis, analyse, has_unpruned, on_same_zeros
 from sparsebench.results.tables.cases import has_baseline
 from sparsebench.results.tables.frame import KEYS, records
 
@@ -93,7 +95,8 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
     Only cases that run on known cards count, so a CPU has none. Neither has a run that inherited
     its configurations: they were the fastest on another card.
     """
-    run, cases = analysis.run, cells(analysis)
+    run = analysis.run
+    cases = cells(analyse(on_same_zeros(run)) if has_unpruned(run) else analysis)
     enough = has_baseline(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
     cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0) & cases.searched]
     lines = [

@@ -137,7 +137,7 @@ def repeats() -> pd.DataFrame:
             compiled = one.compiled | two.compiled
             if code != other_code and compiled and not one.compiled & two.compiled:
                 continue
-            logs = [np.array([*side.logs.values()]) for side in (one, two)]
+            logs = [np.array([*side.over_zeros.values()]) for side in (one, two)]
             parts = np.array([side.var(ddof=1) / len(side) for side in logs])
             d, counts = logs[1].mean() - logs[0].mean(), [1 / len(side) for side in cards]
             freedom = parts.sum() ** 2 / (parts**2 / [len(side) - 1 for side in logs]).sum()
@@ -153,13 +153,14 @@ def repeats() -> pd.DataFrame:
 
 @cache
 def verdicts(run: str) -> dict[str, tuple[str, Blocks]]:
-    """Return the baseline and the times of each case that 6 processes or more timed on GPUs."""
+    """Return the pruned baseline and the times of each case of 6 processes or more on GPUs."""
     lines = cases(run)
-    lines = lines[(lines.label != lines.base) & ~lines.twin.astype(bool)]
+    lines = lines[lines.pruned_base.notna() & (lines.weights != "original")]
+    lines = lines[(lines.label != lines.pruned_base) & ~lines.twin.astype(bool)]
     return {
         key: (base, blocks)
-        for key, base, blocks in zip(lines.key, lines.base, lines.blocks, strict=True)
-        if len(blocks.logs) >= 6 and all(card.startswith("GPU-") for card in blocks.cards.values())
+        for key, base, blocks in zip(lines.key, lines.pruned_base, lines.blocks, strict=True)
+        if len(blocks.over_zeros) >= 6 and all(c.startswith("GPU-") for c in blocks.cards.values())
     }
 
 

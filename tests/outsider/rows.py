@@ -36,13 +36,14 @@ class Timed(NamedTuple):
 class Blocks(dict):
     """Times by block of a case, by process, and what its intervals need beside them.
 
-    `logs` are its log speedups by process, `cards` the GPU of each process, `stratum` its kernel
-    and its class of times, and `compiled` has the digests of its kernels. `inherited` says whether
-    its run took its configurations from another one. `loads` has the time of a call under each
-    load, by process.
+    `logs` are its log speedups by process, `over_zeros` those over pruned weights, `cards` the GPU
+    of each process, `stratum` its kernel and its class of times, and `compiled` has the digests of
+    its kernels. `inherited` says whether its run took its configurations from another one. `loads`
+    has the time of a call under each load, by process.
     """
 
     logs: dict[int, float]
+    over_zeros: dict[int, float]
     cards: dict[int, str]
     compiled: set[str]
     stratum: str
@@ -176,6 +177,7 @@ def cases(run: str) -> pd.DataFrame:
         case["device"] = device(run)
     bases = [case for case in reversed(whole) if case["baseline"]]
     bases.sort(key=lambda case: case["weights"] == "original")  # the last one counts
+    pruned = {case["place"]: case for case in bases if case["weights"] != "original"}
     bases = {case["place"]: case for case in bases}
     inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
     for case in whole:
@@ -186,6 +188,10 @@ def cases(run: str) -> pd.DataFrame:
         both = blocks.keys() & base["blocks"].keys()
         blocks.logs = dict(zip(both, logs_of(blocks, base["blocks"]), strict=True))
         case["base"] = base["label"]
+        on_same = pruned.get(case["place"], {"label": None, "blocks": Blocks()})
+        case["pruned_base"], both = on_same["label"], blocks.keys() & on_same["blocks"].keys()
+        over_zeros = logs_of(blocks, on_same["blocks"])
+        blocks.over_zeros = dict(zip(both, over_zeros, strict=True))
     return pd.DataFrame(whole, dtype=object)
 
 
