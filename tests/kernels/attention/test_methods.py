@@ -24,6 +24,7 @@ from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
 from tests.kernels.attention.cases import Case, flat, gradients, moved
 from tests.kernels.contract import refusal
+from tests.tools.marks import crossed
 
 VIDEO = (8, 4, 12)  # frames, rows, columns: 6 cubes
 SHORT = (5, 3, 9)  # 6 cubes, of 48, 12, 3 and 1 tokens in each row of cubes
@@ -180,8 +181,7 @@ SIZES = [  # queries, keys, block, stride, causal: ragged ends, other lengths, o
 
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("size", "dtype"), crossed(SIZES, [torch.float16, torch.float32]))
 def test_xattention_scores_in_tiles_are_those_of_its_definition(size, dtype: torch.dtype) -> None:
     s_q, s_kv, *rest = size
     q, k = (x.to(dtype) for x in drawn((2, s_q, 4, 24), (2, s_kv, 2, 24)))

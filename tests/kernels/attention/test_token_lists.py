@@ -47,6 +47,7 @@ from tests.kernels.attention.cases import (
     with_more_behind,
     with_places,
 )
+from tests.tools.marks import crossed
 
 MASKS: list[dict[str, Any]] = [
     {"tokens": (70, 200), "block": (1, 16), "lists": 2, "causal": True},
@@ -263,8 +264,7 @@ def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("window", [0, 37])
-@pytest.mark.parametrize("case", [*USED, HALF], ids=str)
+@pytest.mark.parametrize(("case", "window"), crossed([*USED, HALF], [0, 37]), ids=str)
 def test_nsa_has_gradients_of_all_but_its_selection(case: TokenCase, window: int) -> None:
     operands = [*case.operands(), *gates(case)][: 6 if window else 5]
     exact = [x.double().requires_grad_() for x in operands]
