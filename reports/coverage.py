@@ -47,10 +47,9 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         "cards measured."
     )
     return [
-        "The cases below were measured in two runs on different cards of one kind, and their "
-        "speedups are over dense on the same zeros. Both runs "
-        "searched for their configurations and ran the same kernel: their code is the same, or its "
-        "version differs but the compiled kernel does not.",
+        "The cases below were measured in two runs on different cards of one kind, over dense on "
+        "the same zeros. Both runs searched for their configurations and ran the same kernel: "
+        "their code is the same, or its version differs but the compiled kernel does not.",
         "A case is inside if the speedup of the second run lies inside the 95 % interval of the "
         f"first. This is expected of about {100 * INSIDE:g} %, because both cards differ from the "
         "mean of all cards. A case is unchanged if the 95 % interval of the difference between "
