@@ -16,12 +16,14 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal, Self
 
-ROWS_SCHEMA = "sparsebench/rows@5"
+ROWS_SCHEMA = "sparsebench/rows@6"
 # Rows of older versions lack these fields; the fields then have their defaults.
-SINCE_5 = frozenset({"values", "loads"})
+SINCE_6 = frozenset({"judged_part"})
+SINCE_5 = SINCE_6 | {"values", "loads"}
 OLDER_ROWS: Mapping[str, frozenset[str]] = {
     "sparsebench/rows@3": SINCE_5 | {"late"},
     "sparsebench/rows@4": SINCE_5,
+    "sparsebench/rows@5": SINCE_6,
 }
 
 Value = bool | int | float | str | list[int] | None
@@ -104,14 +106,12 @@ class Problem:
     @property
     def text(self) -> str:
         """Write the op and the fields that are set: `linear m=16 n=4096 k=4096`."""
-        fields = self.fields.items()
-        return " ".join([self.op, *(f"{n}={v}" for n, v in fields if v is not None)])
+        return " ".join([self.op, *(f"{n}={v}" for n, v in self.fields.items() if v is not None)])
 
     @cached_property
     def id(self) -> str:
         """Return the hash of the problem; a source counts by content, not by path."""
-        defaults = self.defaults.items()
-        fields = {n: v for n, v in self.fields.items() if (n, v) not in defaults}
+        fields = {n: v for n, v in self.fields.items() if (n, v) not in self.defaults.items()}
         source = asdict(self.source) if self.source else None
         if source:
             del source["path"]
@@ -230,6 +230,7 @@ class Row:
     usual_error: float | None = None  # that of torch's product, or expected from rounding
     bias: float | None = None  # systematic part of the error, relative, beyond chance
     usual_bias: float | None = None  # the part expected from rounding and truncation
+    judged_part: str = ""  # of the output, if no process had the memory for the whole answer
     draws: tuple[int, ...] = ()  # seeds of the activations that were checked
     values: Mapping[str, str] = field(default_factory=dict)  # distribution of each operand
     sparsity: float | None = None  # achieved, over all elements of the weights

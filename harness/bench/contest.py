@@ -370,10 +370,10 @@ class RunningContest:
             gc.collect()
             if self.stages.device.type == "cuda":
                 torch.cuda.empty_cache()
-        parts = {right.sample.text for each in answers.values() for right in each if right.sample}
-        for entry in self.entries if when == BEFORE and reason and parts else ():
-            if entry.running:
-                entry.record(detail=f"judged in part, for lack of memory: {', '.join(parts)}")
+        for entry in self.entries if when == BEFORE and reason else ():
+            if entry.running and not checked_before(entry.row, self.options):
+                samples = (each.sample for each in answers[self._variant(entry)])
+                entry.record(judged_part=", ".join({each.text for each in samples if each}))
         reason = next(filter(None, map(misfit, answers.values())), "")
         for entry in self.entries if reason else ():
             if entry.running:

@@ -198,9 +198,7 @@ class RunningContender:
     ) -> None:
         """Add the row of a measure, with samples of a call; `size` are the bytes of its output."""
         scope, cache = measure
-        row = replace(
-            self.row, scope=scope, cache=cache, clock=call.clock, detail=self._notes(call)
-        )
+        row = replace(self.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
         self.results[measure] = with_samples(row, taken, options, size)
 
     def add_reading(self, measure: Measure, call: TimedCall, taken: Samples) -> None:
@@ -211,13 +209,10 @@ class RunningContender:
             scope=scope,
             cache=cache,
             clock=call.clock,
-            detail=self._notes(call),
+            detail=call.why,
             samples_us=taken.times_us,
             samples_per_block=taken.per_round,
         )
-
-    def _notes(self, call: TimedCall) -> str:
-        return "; ".join(filter(None, [self.row.detail, call.why]))
 
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""

@@ -38,7 +38,7 @@ class History:
                 self.choices |= {case: row.choice} if row.choice else {}
             elif row.candidates and row.replicate < self.timed.setdefault(case, row).replicate:
                 self.timed[case] = row
-            if same_run:
+            if same_run and not row.judged_part:
                 self.checked.setdefault(case, set()).add(configuration(row))
 
     def options(self, contest: Contest) -> dict[str, Any]:

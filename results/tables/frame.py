@@ -23,10 +23,10 @@ time may be up to 5 % below the limit (ceilings.py). On a CPU no limit is known;
 to 0.4 have one, which is left out.
 
 A row is marked, never dropped, if its contest was throttled or power-limited, if the host was late
-for some of its samples, if its error or bias is unusual (see harness/bench), or if only its suite
-allows its error. Rows of versions up to 0.2.0 do not say whether the host was late. They are marked
-if their median exceeds LATE times the tenth percentile, and `late` is then the share of samples
-above that.
+for some of its samples, if its error or bias is unusual (see harness/bench), if only its suite
+allows its error, or if memory sufficed for the right answer of a part alone. Rows of versions up
+to 0.2.0 do not say whether the host was late. They are marked if their median exceeds LATE times
+the tenth percentile, and `late` is then the share of samples above that.
 """
 
 import json
@@ -310,11 +310,11 @@ def _mark(telemetry: Mapping[str, float], late: float | None) -> str:
 
 def _marks(row: Row) -> str:
     """List what is unusual about a correct output; "" if nothing is, or if it is unknown."""
-    allowed = row.case.contender.error
     marks = {
         "unusual error": (row.error or 0.0) > UNUSUAL * (row.usual_error or math.inf),
         "bias": abs(row.bias or 0.0) > (row.usual_bias or math.inf),
-        "larger error allowed": allowed is not None,
+        "larger error allowed": row.case.contender.error is not None,
+        "check of a part": bool(row.judged_part),
     }
     return ", ".join(name for name, marked in marks.items() if marked)
 
@@ -391,6 +391,5 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[Opponents]:
 
 def _recipe(contender: Contender) -> Hashable:
     """Return what the two halves of an A/A pair share."""
-    settings = contender.params, contender.options
-    texts = (str(sorted(each.items())) for each in settings)
+    texts = (str(sorted(each.items())) for each in (contender.params, contender.options))
     return contender.format, contender.kernel, contender.weights, *texts

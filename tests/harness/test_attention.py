@@ -20,8 +20,10 @@ from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
 from sparsebench.harness.ops._op import with_fields
 from sparsebench.harness.plan.suite import expand
+from sparsebench.harness.run.history import History
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.tables.frame import frame
 
 CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {
@@ -308,4 +310,8 @@ def test_a_part_is_judged_and_named_if_the_whole_answer_takes_too_much_memory(mo
     dense = Contender("dense", "torch_dense", baseline=True)
     (row,) = contest.run(problem(), [dense], CPU, None)[0]
     assert row.status is Status.OK
-    assert re.match(r"judged in part, for lack of memory: KV heads \d", row.detail)
+    assert re.fullmatch(r"KV heads \d", row.judged_part)
+    assert frame([row]).marks[0] == "check of a part"
+    history = History()
+    history.remember([row])
+    assert not history.checked, "a later process compares the whole output, if it can"

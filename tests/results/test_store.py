@@ -70,7 +70,9 @@ def test_a_case_that_cannot_be_read_is_an_error_of_its_line_for_chosen_rows(run,
         store.read(run, lambda problem: False)
 
 
-@pytest.mark.parametrize(("field", "known"), [("late", True), ("draws", False)])
+@pytest.mark.parametrize(
+    ("field", "known"), [("late", True), ("judged_part", True), ("draws", False)]
+)
 def test_rows_of_the_previous_schema_lack_only_what_was_added(field, known, run) -> None:
     lines = (run / "rows.jsonl").read_text().replace(ROWS_SCHEMA, "sparsebench/rows@3").splitlines()
     rows = [json.loads(line) for line in lines]
