@@ -1,7 +1,7 @@
 """Select blocks of keys on a GPU: pooled queries and keys, and lists of the highest scores.
 
     q [batch, S, H, D] ──> means of blocks ┐                         `means`, one launch each
-    k [batch, S, H_kv, D] ─> means         ├─> scores ──> offsets, columns      `select_row`
+    k [batch, S, H_kv, D] ─> means         ├─> scores ──> offsets, columns      `select`
                                            ┘ by torch     a program for each row of blocks,
                                                           or for several short ones
 A row's scores stay in registers, 32 of them in each thread if there are many rows, so that a count
@@ -50,9 +50,9 @@ MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
 MANY_ROWS = 1 << 15  # from which on a warp selects for several rows: lists of single queries
 SCORES, MANY_SCORES = 512, 1024  # of a warp; with many rows, they need not wait for other warps
-ROUNDS = 2  # from one test whether the smallest scores are known to the next
+ROUNDS = 2  # between two tests whether every row of a program is done
 FEW = 3  # places that rounds fill with one block after another
-LINEAR = tl.constexpr(10)  # tests after which rounds halve integers in place of scores
+LINEAR = tl.constexpr(10)  # tests before rounds halve integers, which ends after 32 in any case
 PARTIAL = tl.constexpr(_selection.PARTIAL)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 MOST_LOGIT = tl.constexpr(_selection.MOST_LOGIT)
@@ -114,9 +114,9 @@ def bound_select(
     few = selection.keep - selection.first - selection.last <= FEW and selection.mass == 1
     sizes = selection.rows, height, count, *selection.tokens
     numbers = *sizes, selection.keep, selection.last
-    wanted = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
+    mass = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
     tensors = scores, starts, partial, offsets, columns, slots
-    args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
+    args = *tensors, scores.stride(0), *numbers, mass  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants |= {"ROWS": several, "LANES": lanes, "VECTOR": vector, "num_warps": warps}
     constants |= {"FIRST": selection.first, "FEW": few, "ROUNDS": ROUNDS}
@@ -220,28 +220,29 @@ def _select_rows(  # type: ignore[no-untyped-def]
 
     read = (visible + VECTOR - 1) // VECTOR * VECTOR
     at = scores + row.to(tl.int64) * stride + block
-    # The hint puts threads to rows and lanes before steps. Masks keep it from widening a load.
+    # The hint gives threads to rows and lanes before steps, so a lane's steps are in one thread.
+    # Masks keep it from widening a load.
     at = tl.max_contiguous(at, [1, 2, 2, VECTOR])
     score = tl.load(at, block < read, 0.0).to(tl.float32)
-    seen, forced = block < visible, (block < FIRST) | (block >= visible - last)
-    weight, goal, given = None, None, None
+    in_sight, forced = block < visible, (block < FIRST) | (block >= visible - last)
+    weight, goal, forced_weight = None, None, None
     if mass is not None:
-        usable = seen & (score > -float("inf"))  # False for NaN
+        usable = in_sight & (score > -float("inf"))  # False for NaN
         logit = tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT)
         logit = tl.where(usable, logit, -MOST_LOGIT)
         weight = tl.where(usable, tl.exp(logit - largest_of(logit)), 0.0)
         goal = total_of(weight) * mass * 2**-24
-        given = total_of(tl.where(forced, weight, 0.0))
+        forced_weight = total_of(tl.where(forced, weight, 0.0))
 
-    # The lowest score that is selected is at `low` or above it, and below `high`.
-    score = tl.where(seen & (forced == 0), score, float("nan"))
+    # The lowest score that is selected is at `low` or above it, and below `high`. `low_count` reach
+    # `low`; `high_count` reach the last trial that was too high. Forced blocks are infinite.
+    score = tl.where(in_sight & (forced == 0), score, float("nan"))
     high = largest_of(score)
-    score = tl.where(seen & forced, float("inf"), score)
+    score = tl.where(in_sight & forced, float("inf"), score)
     low = smallest_of(score)
     if tl.max(tl.maximum(high, -low)) == float("inf"):
         low = smallest_of(tl.where(score == -float("inf"), float("inf"), score))
-        beyond = count_of(score == float("inf"))
-        enough = beyond >= places
+        enough = count_of(score == float("inf")) >= places
         if goal is not None:
             weighed = total_of(tl.where(score == float("inf"), weight, 0.0))
             enough = enough | (weighed >= goal)
@@ -249,8 +250,8 @@ def _select_rows(  # type: ignore[no-untyped-def]
         finite = largest_of(tl.where(score == float("inf"), -float("inf"), score))
         high = tl.where(enough, LARGEST, finite)
     high = as_score(as_order(high + 0.0) + 1)  # the next one; -0.0 and 0.0 are equal
-    taken, beyond = count_of(score >= low), tl.zeros((1, ROWS, 1, 1), tl.int32)
-    excess, enough, going, tests = taken, taken < 0, 1, 0
+    low_count, high_count = count_of(score >= low), tl.zeros((1, ROWS, 1, 1), tl.int32)
+    excess, enough, going, tests = low_count, low_count < 0, 1, 0
     while going > 0:
         for _ in tl.static_range(ROUNDS):
             if FEW:
@@ -261,15 +262,16 @@ def _select_rows(  # type: ignore[no-untyped-def]
                 least, most = as_order(low), as_order(high)
                 trial = as_score((least & most) + ((least ^ most) >> 1))
             inside = score >= trial
-            there = count_of(inside)
-            enough = there >= places
+            trial_count = count_of(inside)
+            enough = trial_count >= places
             if goal is not None:
                 enough = enough | (total_of(tl.where(inside, weight, 0.0)) >= goal)
             low, high = tl.where(enough, trial, low), tl.where(enough, high, trial)
-            taken, beyond = tl.where(enough, there, taken), tl.where(enough, beyond, there)
-        excess = taken - places if goal is None else taken - beyond - 1
-        settled = enough if FEW else as_order(high) - 1 <= as_order(low)
-        going = tl.max(((excess > 0) & (settled == 0)).to(tl.int32))
+            low_count = tl.where(enough, trial_count, low_count)
+            high_count = tl.where(enough, high_count, trial_count)
+        excess = low_count - places if goal is None else low_count - high_count - 1
+        done = enough if FEW else as_order(high) - 1 <= as_order(low)
+        going = tl.max(((excess > 0) & (done == 0)).to(tl.int32))
         tests += 1
 
     word = word_of(score >= low, place)
@@ -285,18 +287,18 @@ def _select_rows(  # type: ignore[no-untyped-def]
         rest = places - tl.sum(count_bits(word), 2, keep_dims=True)
         if goal is not None:
             missing = goal - total_of(tl.where(score > low, weight, 0.0))
-            missing -= tl.where(low == float("inf"), given, 0.0)
-            each = tl.ceil(missing / largest_of(tl.where(score == low, weight, 0.0)))
-            each = tl.where(missing > 0, tl.minimum(each, BLOCKS), 0.0)
-            rest = tl.minimum(rest, each.to(tl.int32))
-        many = count_bits(ties)
-        many = tl.minimum(many, rest - sum_before(many))
-        for i in tl.range(0, tl.max(many)):
-            word, ties = tl.where(i < many, word | (ties & -ties), word), ties & (ties - 1)
+            missing -= tl.where(low == float("inf"), forced_weight, 0.0)
+            more = tl.ceil(missing / largest_of(tl.where(score == low, weight, 0.0)))
+            more = tl.where(missing > 0, tl.minimum(more, BLOCKS), 0.0)
+            rest = tl.minimum(rest, more.to(tl.int32))
+        lane_count = count_bits(ties)
+        lane_count = tl.minimum(lane_count, rest - sum_before(lane_count))
+        for i in tl.range(0, tl.max(lane_count)):
+            word, ties = tl.where(i < lane_count, word | (ties & -ties), word), ties & (ties - 1)
 
-    many = count_bits(word)
-    place = start + sum_before(many)
-    for _ in tl.range(0, tl.max(many)):
+    lane_count = count_bits(word)
+    place = start + sum_before(lane_count)
+    for _ in tl.range(0, tl.max(lane_count)):
         lowest = (word & -word).to(tl.float32).to(tl.int32, bitcast=True)
         column, some = lane * SIDE + ((lowest >> 23) & 0xFF) - 127, word != 0
         number, partial = row.to(tl.int64) * count + column, column >= whole
@@ -307,8 +309,8 @@ def _select_rows(  # type: ignore[no-untyped-def]
             tl.store(slots + place, number.to(tl.int32), some)
         word, place = word & (word - 1), place + 1
 
-    taken, place = tl.sum(many, 2, keep_dims=True), tl.arange(0, PLACES)[None, None, :, None]
-    empty = (place >= taken) & (place < places)
+    length, place = tl.sum(lane_count, 2, keep_dims=True), tl.arange(0, PLACES)[None, None, :, None]
+    empty = (place >= length) & (place < places)
     tl.store(columns + start + place, count | PARTIAL, empty)
     tl.store(offsets + row, start, row < rows)
     tl.store(offsets + row + 1, start + places, row < rows)  # the next row's start
