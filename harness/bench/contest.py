@@ -348,9 +348,9 @@ class RunningContest:
     def _answers(self, when: str) -> dict[Variant, list[Expected]]:
         """Compute what each layer is expected to give, for each variant of the contenders.
 
-        If memory runs out, compute a part (Op.sample); if that takes too much, drop the A/A twins,
-        then all contenders: all weights of Qwen3-32B in fp8, dense and 2:4, take 57 GB. If an
-        answer does not fit its dtype, every contender ends.
+        If memory runs out, compute those of a part (Op.sample). If it does again, end the A/A
+        twins, then all contenders: all weights of Qwen3-32B in fp8, dense and 2:4, take 57 GB. If
+        an answer does not fit its dtype, every contender ends.
         """
         answers, reason = dict[Variant, list[Expected]](), ""
         for step in range(4):

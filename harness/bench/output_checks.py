@@ -12,7 +12,8 @@ A contender with a chain is called once more, for the chain, and each layer's ou
 
 An op may name a random part of a large problem (Op.sample). Its answer suffices after timing, and
 before it if an earlier process of the run compared the whole outputs of the same configurations.
-It also has to suffice if there is too little memory for the whole answer. The rows then say so.
+It also has to suffice if there is too little memory for the whole answer. The rows then name the
+part, pages mark them, and no later process takes the whole output as compared.
 The seed of the part comes from the operating system. Then the calls that are inspected while timing
 are compared with the first output, as a whole (spot_checks.py).
 """

@@ -11,8 +11,8 @@ the caller, [batch, 1, S_q, S_kv], is taken as it is.
 of a prompt select its blocks of keys (sparsebench.select_attention). Blocks have 64 keys if it
 gives no "block". {"method": "xattention", "mass": 0.9, "stride": 8} names a method of that function
 and its options; "first" and "last" are the method's, if not given. It needs whole causal prompts
-without padding; compiled, also a cache, because without one transformers makes a mask of packed
-sequences. In a model that also has layers without a window, as Gemma, those with one select
+without padding. A compiled model also needs a cache: without one, transformers makes a mask of
+packed sequences. In a model that also has layers without a window, as Gemma, those with one select
 nothing.
 
 With "keep", and any method, decoding selects as many keys by the bounds of pages of at most `block`

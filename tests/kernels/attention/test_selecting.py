@@ -81,6 +81,31 @@ def test_a_row_selects_in_registers_what_its_definition_selects(
     assert all(map(torch.equal, select(flat, *of), select_in_torch(flat, *of)))
 
 
+LARGEST = torch.finfo(torch.float32).max
+EXTREMES = [  # scores of a row
+    *([math.nan], [math.inf], [-math.inf], [LARGEST, -LARGEST], [LARGEST, math.inf]),
+    *([-LARGEST, -math.inf], [1e-45, -1e-45, 3e-45, 0.0, -0.0], [1e-30, 1e30, 1.0, -1e30]),
+]
+
+
+@pytest.mark.interpreted(also_compiled=False)
+@pytest.mark.parametrize("mass", [1.0, 1e-9, 0.5])
+@pytest.mark.parametrize(("keep", "first", "last"), [(1, 0, 0), (4, 1, 1), (7, 4, 3), (15, 0, 0)])
+def test_the_largest_and_the_smallest_scores_have_an_order(
+    keep: int, first: int, last: int, mass: float, monkeypatch
+) -> None:
+    monkeypatch.setattr(_selecting, "MANY_ROWS", 1)  # rows of a program end in other rounds
+    _select_launch.cache_clear()
+    draw = torch.Generator().manual_seed(0)
+    picks = torch.randint(0, 60, (len(EXTREMES), 15), generator=draw)
+    pairs = zip(EXTREMES, picks.tolist(), strict=True)
+    scores = torch.tensor([[values[n % len(values)] for n in row] for values, row in pairs])
+    selection = Selection(len(scores), (16, 240), (16, 16), False, keep, first, last, mass)
+    for given in (scores, scores.bfloat16()):
+        pair = (each(given, selection.sizes, mass) for each in (select, select_in_torch))
+        assert all(map(torch.equal, *pair))
+
+
 def test_a_row_of_too_many_blocks_is_refused() -> None:
     scores = torch.zeros(1, MOST_BLOCKS + 1)
     sizes = Selection(1, (16, scores.shape[1] * 16), (16, 16), False, 4).sizes
