@@ -51,7 +51,7 @@ def score(
 def largest(x: Tensor, block: int, groups: int) -> Tensor:
     """Return the largest values of blocks and groups of heads, fp32 [batch, groups, blocks, D]."""
     whole = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % block), value=-torch.inf)
-    blocks = whole.unflatten(2, (groups, -1)).unflatten(1, (-1, block))
+    blocks: Tensor = whole.unflatten(2, (groups, -1)).unflatten(1, (-1, block))
     return blocks.amax((2, 4)).transpose(1, 2).float()
 
 
