@@ -6,13 +6,15 @@
 Both are causal, and the last query is at the last key. A list is a row of a BlockMask with blocks
 of one query, so `attention` computes the branch of the selected blocks (attention_gathered.py). The
 scores are those of kernels/attention/_nsa.py and _moba.py. Nothing waits for the device but the
-plans of new sizes, so a captured graph selects other blocks in each replay.
+plans of new sizes, so a captured graph selects other blocks in each replay. If there are no more
+blocks than a query keeps, nothing is selected: that is causal attention with one list for all.
 
 Gradients flow through attention, the means and the gates, but not through the selection. Where they
 are wanted, NSA's compressed branch is `attention` to the means, over a mask of complete blocks.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from sparsebench.formats._blocks import pack_bits
 from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels._common.transforms import has_mode
 from sparsebench.kernels.attention import _moba, _nsa
 from sparsebench.kernels.attention._gated_sum import gated_sum
 from sparsebench.kernels.attention._selecting import means
@@ -30,6 +33,7 @@ from sparsebench.kernels.nn._attention_op import require_operands
 from sparsebench.kernels.nn.attention import attention, cast, factor_of
 
 SIDE = 64  # queries and keys of a block of the masks that do not change
+WIDE = 128  # of the mask of all keys before a query
 MOST_MASKS = 16  # kept of each kind: of windows, and of complete blocks
 
 
@@ -70,7 +74,8 @@ def nsa_attention(
     compressed, scores = _nsa.compress(q.detach(), k.detach(), v.detach(), block, factor)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         compressed = _compressed(q, k, v, block, factor)
-    o = attention(q, k, v, _mask_of(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
+    mask = _mask_of(lambda: scores, q, k, keep, block, _nsa.FORCED)
+    o = attention(q, k, v, mask, scale=scale)
     if g_swa is None:
         return gated_sum([compressed, o], gates)
     require_whole("window", window)
@@ -92,8 +97,9 @@ def moba_attention(
     The selection has no gradient. Raises Unsupported, FormatError.
     """
     q, k, v = _operands("moba_attention", q, k, v, keep, block)
-    scores = _moba.score_blocks(q.detach(), k.detach(), block)
-    return attention(q, k, v, _mask_of(scores, q, k, keep, block, _moba.FORCED), scale=scale)
+    score = partial(_moba.score_blocks, q.detach(), k.detach(), block)
+    mask = _mask_of(score, q, k, keep, block, _moba.FORCED)
+    return attention(q, k, v, mask, scale=scale)
 
 
 def _operands(
@@ -111,14 +117,22 @@ def _operands(
 
 
 def _mask_of(
-    scores: Tensor, q: Tensor, k: Tensor, keep: int, block: int, forced: dict[str, int]
+    scores: Callable[[], Tensor],
+    q: Tensor,
+    k: Tensor,
+    keep: int,
+    block: int,
+    forced: dict[str, int],
 ) -> BlockMask:
-    """Return the mask of the highest scores [batch, lists, S, n]."""
+    """Return the mask of the highest scores [batch, lists, S, n], or of all if each is kept."""
     least = sum(forced.values())
     require(keep >= least, f"keep: expected {least} blocks or more, found {keep}")
-    grid = {"block": [1, block], "tokens": [q.shape[1], k.shape[1]]}
-    options: dict[str, Any] = {**grid, **forced, "causal": True}
-    return BlockMask.from_scores(scores, min(keep, scores.shape[3]), **options)
+    tokens, short = (q.shape[1], k.shape[1]), k.shape[1] <= keep * block
+    if short and q.device.type != "meta" and not has_mode():  # a mask is read, and kept
+        return _causal(tokens, q.shape[0], q.device)
+    each = scores()
+    options: dict[str, Any] = {"block": [1, block], "tokens": [*tokens], **forced, "causal": True}
+    return BlockMask.from_scores(each, min(keep, each.shape[3]), **options)
 
 
 def _refuse_in_compiled_code(expected: str, found: str) -> None:
@@ -150,6 +164,17 @@ def _make_complete_blocks(
     ends = torch.arange(1, -(-keys // block) + 1, device=device) * block
     complete = ends <= torch.arange(1, queries + 1, device=device)[:, None] + keys - queries
     return BlockMask.from_elements(complete.expand(batch, 1, -1, -1), [SIDE, SIDE])
+
+
+@lru_cache(MOST_MASKS)
+def _causal(tokens: tuple[int, int], batch: int, device: torch.device) -> BlockMask:
+    """Return the mask of the causal rule, with one list for all heads."""
+    cells = [batch * -(-tokens[0] // WIDE), -(-tokens[1] // WIDE)]
+    geometry: dict[str, Any] = {"block": WIDE, "tokens": [*tokens], "batch": batch}
+    return make_lasting(
+        lambda: BlockMask.from_dense(torch.ones(cells, device=device), causal=True, **geometry),
+        device,
+    )
 
 
 @lru_cache(MOST_MASKS)

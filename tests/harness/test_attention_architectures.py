@@ -45,7 +45,7 @@ TRACED = FEW | {"gpt2", "qwen2_moe", "mistral", "cwm", "modernbert-decoder", "ll
 TRACED |= {"fuyu", "doge", "inkling_text"}
 REFUSED = {  # supported by the interface, but with other scores, or masks that are biases
     "doge": "found a bias",
-    "gemma4_unified_text": "one size up to 256",
+    "gemma4_unified_text": "one size from 1 to 256",
     "inkling_text": "expected plain|Observed exception",
 }
 IDS = torch.arange(3, 25).view(2, 11)

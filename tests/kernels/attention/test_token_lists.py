@@ -290,6 +290,22 @@ def test_nsa_has_gradients_of_all_but_its_selection(case: TokenCase, window: int
         assert (one.detach().cpu().double() - other).norm() < bound * other.norm()
 
 
+def test_nothing_is_selected_if_each_query_keeps_all_blocks(monkeypatch) -> None:
+    case = USED[2]  # 40 queries of 130 keys, in 9 blocks
+    q, k, v = case.operands()
+    inside = torch.ones(40, 130, dtype=torch.bool).tril(90).expand(1, 1, -1, -1)
+    right = token_attention.attention(q, k, v, BlockMask.from_elements(inside, [16, 16]))
+    zero, one = q.new_zeros(q.shape[:3]), q.new_ones(q.shape[:3])
+    monkeypatch.setattr(BlockMask, "from_scores", None)
+    for o in (
+        moba_attention(q, k, v, keep=9, block=16),
+        nsa_attention(q, k, v, zero, one, keep=9, block=16),
+    ):
+        torch.testing.assert_close(o, right)
+    with pytest.raises(TypeError):
+        moba_attention(q, k, v, keep=8, block=16)
+
+
 def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
     q, k, v = USED[0].operands()
     operands, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
