@@ -76,6 +76,11 @@ def require(condition: bool, message: str) -> None:
         raise FormatError(message)
 
 
+def describe(x: object) -> str:
+    """Describe what was found in place of a tensor of another layout."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def require_matrix(dense: object, *, integers: bool = False) -> None:
     """Raise FormatError unless this is a contiguous floating-point matrix of at least 1x1.
 

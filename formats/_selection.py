@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._blocks import blocks_of, pack_bits, token_counts
-from sparsebench.formats._format import require, sides_of
+from sparsebench.formats._format import describe, require, sides_of
 
 PARTIAL = torch.iinfo(torch.int32).min
 """Bit 31 of a column."""
@@ -100,17 +100,17 @@ class Selection(NamedTuple):
 
         bounds  its keep, mass, first and last
         """
-        sides, layout = sides_of(block), layout_of(scores)
+        sides, actual = sides_of(block), describe(scores)
         expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point of 16 bits or more"
         fits = isinstance(scores, Tensor) and scores.dim() == 4 and 0 not in scores.shape
         fits = fits and scores.is_floating_point() and scores.element_size() > 1
-        require(fits, f"expected {expected}, found {layout}")
+        require(fits, f"expected {expected}, found {actual}")
         require(type(causal) is bool, f"causal: expected True or False, found {causal!r}")
         batch, lists, *grid = scores.shape
         whole = [count * side for count, side in zip(grid, sides, strict=True)]
         sizes = token_counts(whole if tokens is None else tokens)
         blocks, (most, mass, first, last) = blocks_of(sizes, sides), bounds
-        require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
+        require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {actual}")
         keep = blocks[1] if most is None and mass is not None else most
         # torch.compile makes numbers that change symbolic, and writes none into a text
         if not (type(keep) is int and 1 <= keep <= blocks[1]):
@@ -126,11 +126,6 @@ class Selection(NamedTuple):
         return cls(batch * lists * blocks[0], sizes, sides, causal, keep, first, last, float(part))
 
 
-def layout_of(x: object) -> str:
-    """Describe what was found in place of a tensor of another layout."""
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
 def marks_of(indices: Tensor, tokens: object, block: object) -> Tensor:
     """Return scores of blocks, fp32: 0 for those that `indices` lists, -inf for others.
 
@@ -142,7 +137,7 @@ def marks_of(indices: Tensor, tokens: object, block: object) -> Tensor:
     whole = isinstance(indices, Tensor) and indices.dtype in (torch.int32, torch.int64)
     fits = whole and indices.dim() == 4 and indices.shape[2] == rows and 0 not in indices.shape
     expected = f"int32 or int64 [batch, lists, {rows} q_blocks, keep], of at least 1 each"
-    require(fits, f"indices: expected {expected}; found {layout_of(indices)}")
+    require(fits, f"indices: expected {expected}; found {describe(indices)}")
     inside = torch.where((indices >= 0) & (indices < count), indices, count).long()
     marks = indices.new_full((*indices.shape[:3], count + 1), -torch.inf, dtype=torch.float32)
     return marks.scatter_(3, inside, 0.0)[..., :count]
@@ -195,7 +190,7 @@ def without_keys(
     """
     (b_q, b_k), count, s_kv = selection.block, selection.grid[1], selection.tokens[1]
     fits = isinstance(keys, Tensor) and keys.dtype == torch.bool and keys.shape == (s_kv,)
-    require(fits, f"keys: expected bool [{s_kv}], found {layout_of(keys)}")
+    require(fits, f"keys: expected bool [{s_kv}], found {describe(keys)}")
     devices = f"keys: expected them on {columns.device}, as the scores; found {keys.device}"
     require(keys.device == columns.device, devices)
     there = pad(keys, (0, -s_kv % b_k), value=True).view(count, 1, b_k)

@@ -264,15 +264,15 @@ def judge_values(out: Tensor, expected: Expected) -> OutputCheck:
     scale, whole, spreads = float(reference.norm()), float(errors.norm()), float(spread.norm())
     if expected.allowed is not None and spreads:
         element = max(element, expected.allowed * scale / spreads)
-    unrounded = spread * (ELEMENT * element)
+    unrounded, sizes = spread * (ELEMENT * element), reference.abs()
     if eps_of(expected.dtype) > FP32:
-        unrounded.add_(reference.abs(), alpha=TRUNCATION * FP32 * expected.depth)
-    bound = half_ulp(reference.abs() + unrounded, expected.dtype).mul_(spread > 0)
+        unrounded.add_(sizes, alpha=TRUNCATION * FP32 * expected.depth)
+    bound = half_ulp(sizes.add_(unrounded), expected.dtype).mul_(spread > 0)
     most = float(bound.norm()) + (products + UNITS * rounded + WHOLE * summed) * spreads
     most = most if expected.allowed is None else expected.allowed * scale
     parts = errors.abs().div_(bound.add_(unrounded)).nan_to_num_(nan=0.0)  # inf becomes the largest
     largest, worst = float(parts.max()), parts.argmax()
-    del unrounded, bound, parts  # so that their memory is free for what follows
+    del unrounded, sizes, bound, parts  # so that their memory is free for what follows
     error, usual = whole / scale if scale else whole, usual_error(expected)
     largest_bias = usual / 4 + products + summed / 16
     excess = max(largest, whole / most if most else 0.0)

@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel
+from sparsebench.kernels.attention._lanes import count_bits
 
 CHUNK = 32  # rows of a word
 GROUP = 16  # blocks of a program of `accumulate`; 64 and steps of 64 take 30 instead of 9 us
@@ -140,16 +141,6 @@ def bound_gathering(
     ]
 
 
-@triton.jit
-def _bits(word):  # type: ignore[no-untyped-def]
-    """Return how many bits of a word are set."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    word += word >> 8
-    return (word + (word >> 16)) & 0x3F
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(offsets, list_, chunk, tokens, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the rows of a chunk, where their places start and end; outside of a list, no place."""
@@ -194,7 +185,7 @@ def _mark(  # type: ignore[no-untyped-def]
     for first in range(0, blocks, WORDS):
         block = first + lane
         word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
-        many = (_bits(word) >= LEAST).to(tl.int32)
+        many = (count_bits(word) >= LEAST).to(tl.int32)
         tl.store(common + total + tl.cumsum(many, 0) - 1, block, many == 1)
         total += tl.sum(many, 0)
     tl.store(commons + program, total)
@@ -214,7 +205,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
         chunk = first + tl.arange(0, STEP)[:, None]
         inside = (chunk < chunks) & (block < blocks)
         at = chunk * blocks + block
-        count = _bits(tl.load(words + at, inside, 0))
+        count = count_bits(tl.load(words + at, inside, 0))
         count = tl.where(count < LEAST, count, 0)
         tl.store(bases + at, total + tl.cumsum(count, 0) - count, inside)
         total += tl.sum(count, 0)[None, :]
@@ -244,10 +235,10 @@ def _place(  # type: ignore[no-untyped-def]
     )
     below = (1 << tl.arange(0, CHUNK)[:, None]) - 1
     word = tl.load(words + program.to(tl.int64) * blocks + column, present, 0)
-    apart = present & (_bits(word) < LEAST)
+    apart = present & (count_bits(word) < LEAST)
     base = (list_.to(tl.int64) * (chunks + 1) + chunk) * blocks
     at = tl.load(starts + list_ * blocks + column, apart, 0)
-    at += tl.load(bases + base + column, apart, 0) + _bits(word & below)
+    at += tl.load(bases + base + column, apart, 0) + count_bits(word & below)
     place = tl.cumsum(apart.to(tl.int32), 1) - 1
     tl.store(entries + at, row[:, None] * places + place, apart)
     tl.store(counts + row, tl.sum(apart.to(tl.int32), 1), inside)

@@ -7,13 +7,13 @@
 `attention_wgmma` or `attention_gathered` beside it has attention alone, so differences of the rows
 are the parts. The candidates of a row also have the time of each part alone, by its name in `of`.
 A contest compares outputs for one mask. So scores are added to a bias, which is GAP larger for the
-blocks of the mask. The mask is selected if scores differ by less; if not, the output is an error.
-A row's first block has PEAK times GAP, so that halving (_selecting.py) ends after 9 rounds, as it
-does with ordinary scores. In rows that have fewer blocks than others, the rest is -inf. Every part
-does the work of a call without a bias (sparsebench.select_attention). `settings` are numbers for
-options of the method, such as "stride=8". A branch that a method adds to attention needs a factor
-of 0 there: "gate=0" for vsa. NSA has its selected branch alone. If a method has more lists than the
-mask, each list of the mask is selected several times.
+blocks of the mask. The mask is selected if scores differ by less; if not, the judge finds a wrong
+output. A row's first block has PEAK times GAP, so that halving (_selecting.py) ends after 9 rounds,
+as it does with ordinary scores. In rows that have fewer blocks than others, the rest is -inf. Every
+part does the work of a call without a bias (sparsebench.select_attention). `settings` are numbers
+for options of the method, such as "stride=8". A branch that a method adds to attention needs a
+factor of 0 there: "gate=0" for vsa. NSA has its selected branch alone. If a method has more lists
+than the mask, each list of the mask is selected several times.
 
 Bound: attention's, and what the method's file says of its scores.
 """

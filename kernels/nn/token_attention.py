@@ -34,7 +34,7 @@ from sparsebench.kernels.nn.attention import attention, cast, factor_of
 
 SIDE = 64  # queries and keys of a block of the masks that do not change
 WIDE = 128  # of the mask of all keys before a query
-MOST_MASKS = 16  # kept of each kind: of windows, and of complete blocks
+MOST_MASKS = 16  # kept of each kind: of windows, of complete blocks, and causal ones
 
 
 def nsa_attention(

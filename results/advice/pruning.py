@@ -163,7 +163,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     card = evidence.layers.gpus[names[0]] if names and not mixture else None
     unpublished = "of a model with experts is published"
     if not mixture:
-        every = join_words([*evidence.layers.gpus])
+        every = join_words(sorted(evidence.layers.gpus))
         unpublished = f"on {gpu} is published, only runs on {every}"
     step = StepModel(model, tokens, CONTEXT)
     kinds = [

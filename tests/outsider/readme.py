@@ -64,7 +64,7 @@ def published(page: str) -> Iterator[str]:
     for name, (sd, freedom) in variation().items():
         entry = shown.pop(name, {"sd": np.nan, "freedom": np.nan})
         away = abs(entry["sd"] - sd), abs(entry["freedom"] - freedom)
-        if not (away[0] <= 3e-6 and away[1] <= 0.01):  # the project rounds speedups to 1e-6
+        if not (away[0] <= 3e-6 and away[1] <= 0.01):  # which is of speedups rounded to 1e-6
             yield f"between_cards.json, {name or 'pooled'}: found {sd}, {freedom}"
     if shown or {*file["chains"]} != chains():
         yield f"between_cards.json: found {[*variation()]}, {chains()}"

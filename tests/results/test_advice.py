@@ -338,7 +338,7 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
     shown = output("advise", "Qwen3-8B", "--gpu", "A100", "--batch", 16)
     assert "≈" not in shown
     assert "sparsebench new-gpu" in shown
-    assert all(name in shown for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))  # published
+    assert "NVIDIA H100 80GB HBM3 and NVIDIA H200" in shown  # the published ones
 
 
 def test_rows_of_kinds_that_nobody_would_use_are_no_reason_not_to_prune(evidence: Evidence) -> None:

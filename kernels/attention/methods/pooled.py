@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from sparsebench._discovery import unknown
 from sparsebench.errors import Unsupported
-from sparsebench.formats._selection import layout_of
+from sparsebench.formats._format import describe
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention.methods._method import Method, Scored
 
@@ -38,7 +38,7 @@ def score(
     pool                what stands for a block: "mean" or "max"
     pooled_q, pooled_k  in its place: floats [batch, H_kv, blocks, D]
     """
-    if pool not in [*POOLS]:  # which may be a list, and have no hash
+    if pool not in [*POOLS]:  # a list of names has no hash
         raise Unsupported(f"pooled: {unknown('a pool', str(pool), POOLS)}")
     queries = _pooled("pooled_q", pooled_q, q, block, k.shape[2], pool)
     keys = _pooled("pooled_k", pooled_k, k, block, k.shape[2], pool)
@@ -67,7 +67,7 @@ def _pooled(
     size = [x.shape[0], groups, -(-x.shape[1] // block), x.shape[3]]
     fits = isinstance(pooled, Tensor) and pooled.is_floating_point()
     if not fits or [*pooled.shape] != size or pooled.device != x.device:
-        actual = f"{layout_of(pooled)} on {getattr(pooled, 'device', 'no device')}"
+        actual = f"{describe(pooled)} on {getattr(pooled, 'device', 'no device')}"
         raise Unsupported(f"pooled: {name}: expected floats {size} on {x.device}, found {actual}")
     return pooled.detach().float()
 

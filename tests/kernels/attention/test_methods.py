@@ -341,8 +341,8 @@ def test_largest_values_or_what_a_caller_brings_stand_for_blocks() -> None:
     mask = BlockMask.from_scores(
         largest[0] @ largest[1].mT, 3, block=16, tokens=[90, 90], causal=True, first=1, last=1
     )
-    for brought in ({"pooled_q": largest[0], "pooled_k": largest[1]}, {"pool": "max"}):
-        o = select_attention(q, k, v, **brought, **options)
+    for pools in ({"pooled_q": largest[0], "pooled_k": largest[1]}, {"pool": "max"}):
+        o = select_attention(q, k, v, **pools, **options)
         assert torch.equal(o, attention(q, k, v, mask))
 
 
