@@ -122,8 +122,14 @@ def captured_into() -> tuple[int, int] | None:
     status, number = ctypes.c_int(), ctypes.c_uint64()
     graph, nodes, edges, count = (ctypes.c_void_p() for _ in range(4))
     out = (ctypes.byref(value) for value in (status, number, graph, nodes, edges, count))
-    result = driver().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *out)
-    require_success(result, "cuStreamGetCaptureInfo")
+    try:
+        capture_info = driver().cuStreamGetCaptureInfo_v3
+    except AttributeError:
+        driver().cuDriverGetVersion(ctypes.byref(version := ctypes.c_int()))
+        release = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        message = f"capture: expected a driver of CUDA 12.3 or newer, found CUDA {release}"
+        raise RuntimeError(message) from None
+    require_success(capture_info(ctypes.c_void_p(stream), *out), "cuStreamGetCaptureInfo")
     return (number.value, graph.value) if status.value == ACTIVE and graph.value else None
 
 
@@ -135,7 +141,7 @@ def _wrap(kind: Any) -> None:
     def capture_begin(graph: Any, *arguments: Any, **named: Any) -> None:
         begin(graph, *arguments, **named)
         # An older driver does not tell. `keep` says so, but graphs without our kernels work.
-        with suppress(AttributeError, OSError, RuntimeError):
+        with suppress(OSError, RuntimeError):
             if target := captured_into():
                 GRAPHS[target[0]] = graph
 
