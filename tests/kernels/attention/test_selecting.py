@@ -427,6 +427,11 @@ def check_gradients_of_other_columns(case: Case, monkeypatch, error: float) -> N
         assert (output.double().cpu() - right).norm() < error * right.norm()
 
 
+def test_a_mask_with_bits_has_no_selection() -> None:
+    mask = Case((64, 64), 32, (2, 2), bits=True).mask()
+    assert "found bits" in refusal(lambda: attention_selected.selection_of(mask, 1))
+
+
 GRADIENTS = [
     Case((60, 90), 32, (4, 2), batch=2, lists=2, causal=True, head_dim=32),
     Case((45, 70), (16, 32), (2, 2), head_dim=32, dtype="fp32"),
