@@ -28,14 +28,14 @@ from torch import Tensor
 
 from sparsebench._discovery import load, modules, unknown
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.operator import Earlier, Engine, launch_of
-from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.operator import Earlier, Engine, OperatorCall, launch_of
+from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels._common.search import lines_of_parts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
 from sparsebench.kernels.attention import attention_gathered, attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
 from sparsebench.kernels.attention._shapes import by_head, unsupported
-from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
+from sparsebench.kernels.attention._shared_plans import SharedPlans, Sizes, make_shared_plans
 from sparsebench.kernels.attention.methods._method import FOLDER, Method, Scored
 
 ENGINES = attention_gathered.KERNEL, attention_wgmma.KERNEL, attention_triton.KERNEL
@@ -48,34 +48,12 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
     mask, bound = operands.weights["mask"], bind(operands, ENGINES)
     assert isinstance(mask, BlockMask)
     call: AttentionCall = bound.call
-    refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
     q, k, v = bound.activations
     score = _scoring(selects, _numbers(settings), mask, call)
     heads = [by_head(x, call.shape) for x in (q, k, v)]
-    lists = score(*heads).scores.shape[1] if score else mask.lists
-    if lists % mask.lists:
-        refuse(f"expected a list for each of {lists} heads or fewer, found {mask.lists}")
-
-    cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
-    most = max(1, int(mask.counts.max()))
-    bias = torch.where(cells != 0, GAP, 0.0)
-    bias[(cells != 0) & (cells.cumsum(3) == 1)] *= PEAK
-    fewer = mask.counts.view(*cells.shape[:3], 1) < most
-    bias = bias.masked_fill_((cells == 0) & fewer, -torch.inf)
-    bias = bias.repeat_interleave(lists // mask.lists, 1)
-
-    def select(scores: Tensor) -> BlockMask:
-        block, tokens = [*mask.block], [*mask.tokens]
-        return BlockMask.from_scores(scores, most, block=block, tokens=tokens, causal=mask.causal)
-
+    bias, select = selection_of(mask, score(*heads).scores.shape[1] if score else mask.lists)
     selection = select(bias)
-
-    def likeliest(call: AttentionCall) -> Sequence[Engine]:
-        return [e for e in ENGINES if not e.unsupported(call.problem, operands.device)]
-
-    plans = make_shared_plans(
-        Sizes.of(selection), lambda first: operator_of(first, ENGINES, likeliest)
-    )
+    plans = plans_of(selection, ENGINES)
 
     def columns(scored: Scored | None) -> Tensor:
         return select(bias if scored is None else scored.scores).columns
@@ -91,12 +69,11 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
         return scored.finish(by_head(o, call.shape)).flatten(0, 1).flatten(1)
 
     plans.load(selection.columns, transposed=False)
-    earlier = Earlier(operands.pinned, [line for line in operands.timed if "of" not in line])
-    selected = plans.operator.select(call, lambda product: lambda: product.run(q, k, v), earlier)
+    selected = choose(plans, bound, operands)
     launch = launch_of(selected, lambda: run(selected.product))
     parts: dict[str, Callable[[], object]] = {
         "lists": lambda: plans.load(selection.columns, transposed=False),
-        "attention": lambda: selected.product.run(q, k, v),
+        "attention": bound.run(selected.product),
     }
     if selects != "lists":
         parts["select"] = lambda: columns(None)
@@ -104,6 +81,46 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
         parts["score"] = lambda: score(*heads, bias=bias)
     lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
     return replace(launch, choice={**launch.choice, "selects": selects}, candidates=lines)
+
+
+def selection_of(mask: BlockMask, lists: int) -> tuple[Tensor, Callable[[Tensor], BlockMask]]:
+    """Return scores [batch, lists, q_blocks, kv_blocks] that select a mask, and what selects.
+
+    Raises Unsupported for bits, and for `lists` that are no multiple of the mask's.
+    """
+    refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
+    if lists % mask.lists:
+        refuse(f"expected a list for each of {lists} heads or fewer, found {mask.lists}")
+    cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
+    most = max(1, int(mask.counts.max()))
+    bias = torch.where(cells != 0, GAP, 0.0)
+    bias[(cells != 0) & (cells.cumsum(3) == 1)] *= PEAK
+    fewer = mask.counts.view(*cells.shape[:3], 1) < most
+    bias = bias.masked_fill_((cells == 0) & fewer, -torch.inf)
+
+    def select(scores: Tensor) -> BlockMask:
+        block, tokens = [*mask.block], [*mask.tokens]
+        return BlockMask.from_scores(scores, most, block=block, tokens=tokens, causal=mask.causal)
+
+    return bias.repeat_interleave(lists // mask.lists, 1), select
+
+
+def plans_of(selection: BlockMask, engines: tuple[Engine, ...]) -> SharedPlans:
+    """Return plans of all masks of these sizes, by any of the engines that may run a call."""
+    device = selection.columns.device
+
+    def likeliest(call: AttentionCall) -> Sequence[Engine]:
+        return [e for e in engines if not e.unsupported(call.problem, device)]
+
+    return make_shared_plans(
+        Sizes.of(selection), lambda first: operator_of(first, engines, likeliest)
+    )
+
+
+def choose(plans: SharedPlans, bound: OperatorCall, operands: Operands) -> Selected:
+    """Return the fastest plan of a suite's call, over the lists that were loaded last."""
+    earlier = Earlier(operands.pinned, [line for line in operands.timed if "of" not in line])
+    return replace(bound, operator=plans.operator).select(earlier)
 
 
 def _numbers(settings: str) -> dict[str, float]:

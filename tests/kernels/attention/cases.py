@@ -108,12 +108,12 @@ def without(mask: BlockMask, column: int) -> BlockMask:
     return with_places(other) if mask.keep else other
 
 
-def with_places(mask: BlockMask) -> BlockMask:
-    """Return the mask with a place for every block of a row: those without a block are empty."""
+def with_places(mask: BlockMask, keep: int | None = None) -> BlockMask:
+    """Return the mask with places for all blocks of a row, or `keep`; further ones are empty."""
     cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
     scores = torch.zeros_like(cells).masked_fill_(cells == 0, -torch.inf)
     options: dict[str, Any] = {"block": [*mask.block], "tokens": [*mask.tokens]}
-    wide = BlockMask.from_scores(scores, mask.kv_blocks, causal=mask.causal, **options)
+    wide = BlockMask.from_scores(scores, keep or mask.kv_blocks, causal=mask.causal, **options)
     if mask.slots is None:
         return wide
     there = wide.present

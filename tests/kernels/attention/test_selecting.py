@@ -20,6 +20,7 @@ from sparsebench.kernels.attention import (
     _selecting,
     _shared_plans,
     attention_selected,
+    attention_selected_backward,
     attention_triton,
     attention_triton_backward,
 )
@@ -31,12 +32,17 @@ from sparsebench.kernels.attention._selecting import (
     means,
     select,
 )
-from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans, shared_plans_of
+from sparsebench.kernels.attention._shared_plans import (
+    SharedPlans,
+    Sizes,
+    make_shared_plans,
+    shared_plans_of,
+)
 from sparsebench.kernels.nn.attention import attention_of_elements
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
-from tests.kernels.attention.cases import Case, flat, gradients, moved
+from tests.kernels.attention.cases import Case, flat, gradients, moved, sides_of, with_places
 from tests.kernels.contract import refusal
 
 SELECTIONS = [  # rows are those of two lists
@@ -348,7 +354,7 @@ def test_a_plan_leaves_out_the_keys_that_its_mask_does(op: Any) -> None:
             assert error < 2e-5 * right.norm()
 
 
-def selected(case: Case, seed: int, keys: Tensor | None = None) -> BlockMask:
+def selected(case: Case, seed: int, keys: Tensor | None = None, keep: int = 2) -> BlockMask:
     """Return a mask with an empty row, and one with fewer blocks than places."""
     tokens, block = case.tokens, case.block if isinstance(case.block, tuple) else (case.block,) * 2
     grid = [-(-size // side) for size, side in zip(tokens, block, strict=True)]
@@ -358,7 +364,7 @@ def selected(case: Case, seed: int, keys: Tensor | None = None) -> BlockMask:
     scores[:, :, 0] = -math.inf
     scores[:, :, 1, 1:] = math.nan
     options: dict[str, Any] = {"tokens": [*tokens], "block": [*block], "causal": case.causal}
-    return BlockMask.from_scores(scores, 2, keys=keys, **options)
+    return BlockMask.from_scores(scores, keep, keys=keys, **options)
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -380,6 +386,80 @@ def test_a_launch_that_selects_attends_to_the_mask(selects: Any, lists: int) -> 
     output: Any = launch.run()
     assert (output.double() - flat(o)).norm() < 4e-3 * o.norm()
     assert launch.choice["selects"] == selects
+
+
+def check_gradients_of_other_columns(case: Case, monkeypatch, error: float) -> None:
+    """Check a launch that lists its columns, after other columns took their place.
+
+    On a GPU, a captured graph is replayed.
+    """
+    sources: list[Tensor] = []
+    load = SharedPlans.load
+
+    def record_source(self: SharedPlans, source: Tensor, **options: Any) -> None:
+        sources.append(source)
+        load(self, source, **options)
+
+    monkeypatch.setattr(SharedPlans, "load", record_source)
+    mask, inputs = case.mask(), case.operands()
+    sizes = {"m": case.tokens[0], "heads": case.heads[0], "kv_heads": case.heads[1]}
+    sizes |= {"block": [*sides_of(case.block)], "head_dim": case.head_dim}
+    problem = Problem("attention_backward", {**sizes, "scale": None, "dtype": case.dtype})
+    q, k, v, do = (moved(flat(x)) for x in inputs)
+    lse = moved(torch.zeros(case.batch * case.heads[0], case.tokens[0]))
+    activations = {"q": q, "k": k, "v": v, "o": torch.zeros_like(q), "lse": lse, "do": do}
+    weights: Any = {"mask": moved(mask)}
+    launch = attention_selected_backward.prepare(Operands(problem, weights, activations, torch.add))
+    output: Any = launch.run()
+    graph = torch.cuda.CUDAGraph() if output.is_cuda else None
+    if graph is not None:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = launch.run()
+    keep = int(mask.counts.max())
+    for other in (with_places(mask, keep), *(selected(case, seed, keep=keep) for seed in range(2))):
+        o, lse, gradient = gradients(inputs, other)
+        sources[-1].copy_(other.columns)
+        activations["o"].copy_(flat(o))
+        activations["lse"].copy_(lse.flatten(0, 1))
+        output.fill_(torch.nan)
+        graph.replay() if graph is not None else launch.run()
+        right = torch.cat([x.reshape(-1, case.head_dim) for x in gradient])
+        assert (output.double().cpu() - right).norm() < error * right.norm()
+
+
+def test_a_mask_with_bits_has_no_selection() -> None:
+    mask = Case((64, 64), 32, (2, 2), bits=True).mask()
+    assert "found bits" in refusal(lambda: attention_selected.selection_of(mask, 1))
+
+
+GRADIENTS = [
+    Case((60, 90), 32, (4, 2), batch=2, lists=2, causal=True, head_dim=32),
+    Case((45, 70), (16, 32), (2, 2), head_dim=32, dtype="fp32"),
+    Case((37, 37), (1, 16), (4, 2), lists=2, causal=True, head_dim=32, dtype="fp32"),
+]
+
+
+@pytest.mark.interpreted(also_compiled=False)
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_a_launch_has_the_gradients_of_the_columns_that_it_lists(case: Case, monkeypatch) -> None:
+    error = 8e-3 if case.dtype == "fp16" else 2e-5
+    check_gradients_of_other_columns(case, monkeypatch, error)
+
+
+ON_A_GPU = [
+    Case((1000, 1000), 128, (8, 2), batch=2, lists=2, causal=True, dtype="bf16"),
+    Case((1000, 1000), 64, (8, 2), lists=2, causal=True, dtype="bf16"),
+    Case((500, 515), 64, (6, 2), lists=2, head_dim=96, dtype="fp16"),  # in Triton
+    Case((300, 300), (1, 64), (8, 2), lists=2, causal=True, dtype="bf16"),  # gathered
+]
+
+
+@hopper
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_a_graph_has_the_gradients_of_other_columns_in_each_replay_on_a_gpu(
+    case: Case, monkeypatch
+) -> None:
+    check_gradients_of_other_columns(case, monkeypatch, 1e-2)
 
 
 BF16: Any = {"device": "cuda", "dtype": torch.bfloat16}
