@@ -124,11 +124,15 @@ def against(lines: pd.DataFrame) -> str:
 
 
 def weights(lines: pd.DataFrame) -> str:
-    """Say which weights the dense contenders of the gains multiply; "" if none has zeros."""
+    """Say which weights the dense contenders of the gains multiply; "" if none has zeros.
+
+    A contest has no unpruned weights if memory limits it, or if its run is of 0.4 or older.
+    """
     over = {*lines.over[multiplies_zeros(lines)]}
     texts = {"original": "with unpruned weights", "pruned": "on the same zeros"}
     words = [text for name, text in texts.items() if name in over]
-    return f" {', and where memory limits it '.join(words)}" if words else ""
+    words[1:] = [f"or {text} in contests without them" for text in words[1:]]
+    return f" {', '.join(words)}" if words else ""
 
 
 def about_view(view: View) -> str:

@@ -311,10 +311,11 @@ def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> Non
 def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     others = ["sparsity-4096-elsewhere", "claims-openai-sparsity-confirmed"]
+    others += ["claims-openai-sparsity", "earlier/2026-11-24-84a765b/sparsity-64"]
     (tmp_path / "root" / "gpu").mkdir(parents=True)
     assert "found none" in refusal("claims", "report", *names, "--from", tmp_path / "root")
-    for name in ("sparsity-64", "claims-openai-sparsity", *others):
-        (tmp_path / "root" / "gpu" / name).symlink_to(run / name)
+    for name in others:
+        (tmp_path / "root" / "gpu" / Path(name).name).symlink_to(run / name)
     given = "--from", tmp_path / "root"
     shown = output("claims", "report", *names, *given, "--out", tmp_path / "site")
     first, second = (line.split() for line in shown.splitlines() if "openai-2017" in line)

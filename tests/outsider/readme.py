@@ -251,6 +251,7 @@ def ranges(cell: str, key: str, gpu: str) -> bool:
             if ours is None or len(ours.blocks) < 6:
                 continue
             contest = cases(run)[cases(run).place == ours.place]
+            contest = contest[contest.weights != "original"]
             base = fastest(contest, dense(contest))
             gains += [ratio(ours.blocks, base.blocks)[0]] if base is not None else []
     ends, count = re.findall(r"([\d.]+)×", cell), re.findall(r"in (\d+) run", cell)
@@ -289,9 +290,7 @@ def listed(lines: list[list[str]]) -> Iterator[str]:
 def with_factors() -> pd.DataFrame:
     """Return all cases with `factor`: the time over the least of any run of the same case."""
     every = every_case()
-    what = [every[name].map(json.dumps) for name in ("fields", "params", "options")]
-    keys = ["device", "op", "source", "format", "kernel", "weights", "scope", "cache", *what]
-    least = every.groupby(keys, dropna=False).median_us.transform("min")
+    least = every.groupby(["device", "key"]).median_us.transform("min")
     return every.assign(factor=every.median_us / least)
 
 

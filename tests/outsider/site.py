@@ -95,7 +95,8 @@ def answer(file: Path) -> Iterator[str]:
     top = page.partition('<p class="headline">')[2].partition("</p>")[0]
     answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
     answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
-    answer = re.sub(r"–([\d.]+×)</b><span.*?</span>", r"× \1", answer)  # ends of several cases
+    several = r'(title="[^"]*; [^"]*"><b>.*?</b>)<span.*?</span>'  # their interval is of no case
+    answer = re.sub(r"–([\d.]+×)</b>", r"× \1", re.sub(several, r"\1", answer))
     yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
 
 

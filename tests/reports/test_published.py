@@ -20,6 +20,7 @@ from sparsebench.reports.headline import (
 )
 from sparsebench.reports.headline_changes import headline_changes
 from sparsebench.results.comparison.causes import Cause
+from sparsebench.results.run import bundle
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import DEFAULT, OURS, ours
 from sparsebench.results.tables.noise import Noise, Reliability
@@ -89,13 +90,16 @@ def test_a_short_call_is_shown_inside_a_chain_if_that_was_measured(runs) -> None
 
 
 def test_the_confirmed_speedup_is_that_of_the_run_that_confirms(runs, monkeypatch) -> None:
-    alone = cells(headline(runs, [LARGE]))[6]
-    confirmed = runs["sparsity-4096-confirmed"].timed.query(f"{LARGE.where} and side == 'ours'")
+    large, other = runs["sparsity-4096"], runs["sparsity-4096-confirmed"]
+    confirms = {"manifest_sha256": bundle.identity(large.run.path)}
+    state = other.run.state | {"confirms": confirms}
+    both = {"sparsity-4096": large, "alone": replace(other, run=replace(other.run, state=state))}
+    alone = cells(headline(both, [LARGE]))[6]
+    confirmed = other.timed.query(f"{LARGE.where} and side == 'ours'")
     assert float(alone.split("×")[0]) == pytest.approx(confirmed.gain.max(), abs=0.06)
-    unconfirmed = {"sparsity-4096": runs["sparsity-4096"]}
-    assert cells(headline(unconfirmed, [LARGE]))[6] == "not yet"
+    assert cells(headline({"sparsity-4096": large}, [LARGE]))[6] == "not yet"
     monkeypatch.setattr(Noise, "reliability", (Reliability.UNRELIABLE, "a reason"))
-    assert Reliability.UNRELIABLE in cells(headline(runs, [LARGE]))[6]
+    assert Reliability.UNRELIABLE in cells(headline(both, [LARGE]))[6]
 
 
 def test_the_headline_names_the_kernel_that_users_get(runs: dict[str, PublishedRun]) -> None:
@@ -127,13 +131,13 @@ def test_the_cells_where_users_get_a_slower_kernel_are_named(runs: dict[str, Pub
 def test_a_headline_has_the_range_of_all_verdicts(runs: dict[str, PublishedRun]) -> None:
     named = {name: runs[name] for name in ("sparsity-4096", "sparsity-4096-confirmed")}
     gains = [
-        run.timed.query(f"{LARGE.where} and kernel == 'bsr_wgmma'").gain.iloc[0]
+        run.timed.query(f"{LARGE.where} and kernel == 'bsr_wgmma'").zeros_gain.iloc[0]
         for each in named.values()
         for run in (each, *each.replaced)
     ]
-    assert len(gains) == 3
-    shown = f"{min(gains):.1f}× to {max(gains):.1f}× in 3 runs"
-    assert cells(headline(named, [LARGE]))[7] == shown
+    ends = dict.fromkeys(f"{end:.1f}×" for end in (min(gains), max(gains)))
+    shown = cells(headline(named, [LARGE]))[7].replace(" over the same zeros", "")
+    assert shown == f"{' to '.join(ends)} in {len(gains)} runs"
     where = "m == 1 and n == 4096 and block == '64' and level == 0.9"
     assert cells(headline(runs, [Question("?", "chain", where)]))[7] == "no verdict"
 

@@ -115,7 +115,7 @@ def test_a_chain_has_an_interval_only_if_two_cards_measured_one_of_its_kernel() 
 
 def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
     cards = ["GPU-1", "GPU-2"] * 4
-    equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
+    equal, apart = line(GAINS, cards), line([1.1, 1.3] * 4, cards)
     one = packaged_variation().of("bsr_triton", 90.0)
     assert equal["on_cards"] == 2
     assert equal["between"] < one.half() / np.sqrt(2)  # they measured no difference

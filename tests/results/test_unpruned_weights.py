@@ -121,10 +121,11 @@ def test_sentences_say_which_dense_weights_they_are_over() -> None:
     assert "same zeros" not in " ".join(findings.findings(on_same_zeros()))
 
 
-def test_contests_that_memory_limits_are_named_beside_the_others() -> None:
+def test_contests_without_unpruned_weights_are_named_beside_the_others() -> None:
     both = analyse(run(*rows(*TIMES_US), *rows((DENSE, 20.0), (BSR, 10.0), m=16)))
-    named = "over dense with unpruned weights, and where memory limits it on the same zeros (cublas"
-    assert grids.against(both.timed).startswith(named)
+    weights = " with unpruned weights, or on the same zeros in contests without them"
+    assert grids.weights(both.timed) == weights
+    assert grids.against(both.timed).startswith(f"over dense{weights} (cublas")
 
 
 def test_dense_attention_multiplies_no_zeros() -> None:
