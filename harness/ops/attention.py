@@ -82,9 +82,9 @@ def _softmax(
     """
     k, v = blocks.without_unselected(mask, fields, k, v)
     for part in blocks.parts(mask, fields):
-        of_q, of_k, sees_a_key = q[part.q], k[part.kv], part.allowed.any(-1, True)
-        p = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields)).softmax(-1)
-        p = p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
+        of_q, of_k, blind = q[part.q], k[part.kv], part.blind
+        p = blocks.scores(of_q, of_k, part, blocks.scale_of(fields)).softmax(-1)
+        p = p.masked_fill_(blind, 0) if bool(blind.any()) else p
         yield part, of_q, of_k, v[part.kv], p
 
 
@@ -167,8 +167,9 @@ def spread_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> 
 def _weights(q: Tensor, k: Tensor, part: HeadPart, lse: Tensor, scale: float) -> Tensor:
     """Return P [queries, keys], in fp32 or fp64; 0 where the log-sum-exp is -inf."""
     of_row = lse[part.row][:, None]
-    p = ((q @ k.mT) * scale - of_row.to(torch.promote_types(q.dtype, torch.float32))).exp()
-    return p.masked_fill(~part.allowed | (of_row == -torch.inf), 0)
+    of_row = of_row.masked_fill(of_row == -torch.inf, torch.inf)  # exp(-inf) is 0
+    of_row = of_row.to(torch.promote_types(q.dtype, torch.float32))
+    return part.hide(((q @ k.mT).mul_(scale) - of_row).exp_(), 0)
 
 
 def depth_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> int:
@@ -185,11 +186,11 @@ def derive(
     k, v = blocks.without_unselected(mask, fields, activations["k"], activations["v"])
     for part in blocks.parts(mask, fields):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
-        of_row = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields))
-        lse = of_row.logsumexp(-1)
-        p = of_row.sub_(lse[:, None]).exp_().masked_fill_((lse == -torch.inf)[:, None], 0)
-        activations["o"][part.q] = (p @ of_v).to(q.dtype)
-        activations["lse"][part.row] = lse.float()
+        p = blocks.scores(of_q, of_k, part, blocks.scale_of(fields))
+        top = p.amax(-1, True).masked_fill_(part.blind, 0) if p.numel() else p.new_zeros(len(p), 1)
+        total = p.sub_(top).exp_().sum(-1, True)
+        activations["o"][part.q] = (p @ of_v).div_(total.clamp(min=1)).to(q.dtype)
+        activations["lse"][part.row] = total.log_().add_(top).flatten().float()
 
 
 def flops_of_gradients(problem: Problem, nnz: Mapping[str, int]) -> float:
