@@ -57,20 +57,26 @@ def definition(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values)
 
 
 def spread(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> Tensor:
-    """Carry the variance of each score, and the rounding of each weight, to O.
+    """Return the spread alone."""
+    return answer(mask, q, k, v, fields=fields)[1]
+
+
+def answer(
+    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values
+) -> tuple[Tensor, Tensor]:
+    """Return O and its spread: the variance of each score, and the rounding of each weight.
 
     A score has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O),
     because the weights p are normalised. Rounding p changes O by a part of p v.
     """
-    factor, out = blocks.scale_of(fields), q.new_empty(q.shape)
+    factor, out, spreads = blocks.scale_of(fields), q.new_empty(q.shape), q.new_empty(q.shape)
     for part, of_q, of_k, of_v, p in _softmax(mask, q, k, v, fields):
-        o = p @ of_v
+        out[part.q] = o = p @ of_v
         p.square_()
-        moved = (of_q.square() @ of_k.square().mT).mul_(factor**2).mul_(p)
-        total = moved.sum(-1, True)
-        around = -2 * o * (moved @ of_v) + o.square() * total
-        out[part.q] = (p.add_(moved) @ of_v.square()).add_(around).clamp_(min=0).sqrt_()
-    return out
+        moved = (of_q.square().mul_(factor**2) @ of_k.square().mT).mul_(p)
+        around = -2 * o * (moved @ of_v) + o.square() * moved.sum(-1, True)
+        spreads[part.q] = (p.add_(moved) @ of_v.square()).add_(around).clamp_(min=0).sqrt_()
+    return out, spreads
 
 
 def _softmax(
@@ -244,6 +250,7 @@ OP = Op(
     operands={"mask": MASK, "q": QUERIES, "k": KEYS, "v": KEYS},
     definition=definition,
     spread=spread,
+    both=answer,
     intermediates=("scores", "p"),
     depth=depth,
     flops=flops,
@@ -262,6 +269,7 @@ BACKWARD = replace(
     operands={**OP.operands, "o": QUERIES, "lse": LSE, "do": QUERIES},
     definition=gradients,
     spread=spread_of_gradients,
+    both=None,
     intermediates=("scores", "p", "dp", "delta", "ds"),
     depth=depth_of_gradients,
     flops=flops_of_gradients,
