@@ -33,6 +33,7 @@ SHARE = 8  # one in so many KV heads is in a sample, and one at least
 # If at most so large a share of a mask is present, a part has ROWS queries at most, and only the
 # keys that one of them selects: 16 to 20 % of 128k keys if each block keeps 2 %.
 SPARSE, ROWS = 1 / 8, 512
+STEPS = 16  # a causal part has 1/16 of the queries, or ROWS: of its pairs, so few are in the future
 
 
 class AttentionFields(Fields):
@@ -190,8 +191,9 @@ def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
     cells, each_key = cells_of(mask, fields), torch.arange(context, device=mask.device)
     lists, sparse, full = cells.shape[1], bool(cells.float().mean() <= SPARSE), bool(cells.all())
     ahead = context - m if fields["causal"] else context  # query q sees keys up to q + ahead
-    most = ELEMENTS[mask.device.type] // context
-    step = max(1, (min(most, ROWS) if sparse else most) // b_q) * b_q
+    most = max(ROWS, m // STEPS) if fields["causal"] else m
+    most = min(ROWS if sparse else most, ELEMENTS[mask.device.type] // context)
+    step = max(1, most // b_q) * b_q
 
     def columns(head: int) -> slice:
         return slice(head * width, (head + 1) * width)
