@@ -88,6 +88,18 @@ def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, dtype) -> None:
     assert digest({"w": whole}) == summed
 
 
+@pytest.mark.gpu
+def test_a_checksum_of_two_pieces_is_that_of_a_cpu_and_copies_one() -> None:
+    out = torch.empty((1 << 28) + 6, dtype=torch.bfloat16, device="cuda")
+    fill(out, 0, "w")
+    checksum(out, 0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total = int(checksum(out, 0))
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * 8 * bits.CHUNK["cuda"]
+    assert int(checksum(out.cpu(), 0)) == total
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
 def test_a_draw_and_its_sums_allocate_one_chunk_at_a_time(monkeypatch, dtype) -> None:
     monkeypatch.setitem(bits.CHUNK, "cpu", COLUMNS)
