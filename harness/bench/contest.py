@@ -26,7 +26,6 @@ from pathlib import Path
 from random import SystemRandom
 
 import torch
-from torch import Tensor
 
 from sparsebench.errors import SparsebenchError
 from sparsebench.formats._format import Format
@@ -107,7 +106,7 @@ def run(
         except (*NO_MEMORY, SparsebenchError) as error:
             status, detail = end_status(error)
             for entry in entries:
-                entry.end(status, f"operands: {detail}")
+                entry.end(status, f"{stages.latest}: {detail}")
         spent_s.update(stages.spent_s)
         ended |= {entry.row.case.id: entry for entry in entries}
     each = [ended[Case(problem, contender).id] for contender in contenders]
@@ -309,13 +308,12 @@ class RunningContest:
             return
         self.stages.announce("", "reference")
         with self.stages.stage("check"):
+            self.layers.forget()  # an answer takes more memory than they do
             self.redraw()
+            answers = self._answers(when)
             if when == BEFORE:
                 self.layers.keep(B)
-            answers = self._answers(when)
-        arrays: dict[str, Tensor] = {}
-        for of, expected in answers.items():
-            arrays |= arrays_of_answers(expected, of)
+        arrays = {n: a for of, e in answers.items() for n, a in arrays_of_answers(e, of).items()}
         self.stages.guard.watch(arrays)
         for entry in self.entries:
             if entry.running:

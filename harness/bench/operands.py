@@ -127,8 +127,7 @@ class Layers:
         originals: bool = False,
     ) -> None:
         """Build the operands of `count` layers on the device. Raises as `operands` does."""
-        seeds = (problem.seed + SEEDS_APART * number for number in range(count))
-        problems = [replace(problem, seed=seed) for seed in seeds]
+        problems = [replace(problem, seed=problem.seed + SEEDS_APART * n) for n in range(count)]
         self.op, self._draw = op, 0
         self.each = [
             ChainLayer(p, operands(p, op, device, data, originals), of_layer(number))
@@ -180,6 +179,11 @@ class Layers:
         self.first.keep(name)
         if len(self.each) > 1:
             self.chain.keep(name)
+
+    def forget(self) -> None:
+        """Release the copies, which take twice the memory of the activations."""
+        self.first.copies.clear()
+        self.chain.copies.clear()
 
 
 def of_layer(number: int) -> str:

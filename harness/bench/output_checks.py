@@ -129,9 +129,10 @@ def right_answer(op: Op, layer: ChainLayer, contender: Contender, seed: int | No
     arguments = {name: operand.double() for name, operand in dense.items()}
     dtype = problem["dtype"]
     products, sums = roundings(dtype, op.rounds(dtype))
+    reference, spread = op.answer(problem, arguments)
     return Expected(
-        reference=with_fields(op.definition, problem)(**arguments),
-        spread=with_fields(op.spread, problem)(**arguments),
+        reference=reference,
+        spread=spread,
         dtype=OUTPUTS[dtype],
         depth=op.longest_sum(problem, arguments),
         products=products,

@@ -40,7 +40,7 @@ class Spoiled(SparsebenchError):
 
 
 class Stages:
-    """The stages of a contest on a device; `spent_s` has the seconds of each."""
+    """The stages of a contest on a device: the seconds of each, and which began last."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Stages:
     ) -> None:
         """Record the settings of the process, before any contender runs."""
         self.device, self.announce, self.on_failure = device, announce, on_failure
-        self.spent_s = dict[str, float]()
+        self.spent_s, self.latest = dict[str, float](), ""
         self.process, self.guard = ProcessState(), ArrayGuard()
 
     def verify(self) -> None:
@@ -62,7 +62,7 @@ class Stages:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the seconds of the block to a stage."""
-        start = time.perf_counter()
+        self.latest, start = name, time.perf_counter()
         try:
             yield
         finally:

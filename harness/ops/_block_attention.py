@@ -33,6 +33,7 @@ SHARE = 8  # one in so many KV heads is in a sample, and one at least
 # If at most so large a share of a mask is present, a part has ROWS queries at most, and only the
 # keys that one of them selects: 16 to 20 % of 128k keys if each block keeps 2 %.
 SPARSE, ROWS = 1 / 8, 512
+STEPS = 16  # a causal part has 1/16 of the queries, or ROWS: of its pairs, so few are in the future
 
 
 class AttentionFields(Fields):
@@ -132,15 +133,27 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
 class HeadPart(NamedTuple):
     """Some queries of one head of one sequence, and all keys that they may see.
 
-    q, kv    index of the queries in q, and of the keys and values in k and v
-    row      index of the queries in lse
-    allowed  bool [queries, keys]
+    q, kv   index of the queries in q, and of the keys and values in k and v
+    row     index of the queries in lse
+    first   how many of the first keys each query sees
+    hidden  bool [queries, keys - first]: whether a query does not see another key
     """
 
     q: tuple[slice, slice]
     kv: tuple[slice | Tensor, slice]
     row: tuple[int, slice]
-    allowed: Tensor
+    first: int
+    hidden: Tensor
+
+    @property
+    def blind(self) -> Tensor:
+        """Return which queries see no key, bool [queries, 1]."""
+        return self.hidden.all(-1, True) & (self.first == 0)
+
+    def hide(self, table: Tensor, value: float) -> Tensor:
+        """Overwrite the elements of hidden keys in a table [queries, keys], and return it."""
+        table[:, self.first :].masked_fill_(self.hidden, value)
+        return table
 
 
 def cells_of(mask: Tensor, fields: Values) -> Tensor:
@@ -176,9 +189,11 @@ def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
     heads, kv_heads, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
     cells, each_key = cells_of(mask, fields), torch.arange(context, device=mask.device)
-    lists, sparse = cells.shape[1], bool(cells.float().mean() <= SPARSE)
-    most = ELEMENTS[mask.device.type] // context
-    step = max(1, (min(most, ROWS) if sparse else most) // b_q) * b_q
+    lists, sparse, full = cells.shape[1], bool(cells.float().mean() <= SPARSE), bool(cells.all())
+    ahead = context - m if fields["causal"] else context  # query q sees keys up to q + ahead
+    most = max(ROWS, m // STEPS) if fields["causal"] else m
+    most = min(ROWS if sparse else most, ELEMENTS[mask.device.type] // context)
+    step = max(1, most // b_q) * b_q
 
     def columns(head: int) -> slice:
         return slice(head * width, (head + 1) * width)
@@ -189,17 +204,19 @@ def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
             for start in range(0, m, step):
                 end = min(start + step, m)
                 rows = torch.arange(start, end, device=mask.device)
-                keys = each_key[: max(0, end + context - m)] if fields["causal"] else each_key
+                keys = each_key[: max(0, end + ahead)]
                 if sparse:
                     keys = keys[of_head[start // b_q : -(-end // b_q)].any(0)[keys // b_k]]
-                allowed = of_head[rows // b_q][:, keys // b_k]
-                if fields["causal"]:
-                    allowed &= keys <= rows[:, None] + context - m
+                first = max(0, min(start + ahead + 1, len(keys))) if full else 0
+                hidden = keys[first:] > rows[:, None] + ahead
+                if not full:
+                    hidden |= ~of_head[rows // b_q][:, keys // b_k]
                 at = b * context
                 of_kv = at + keys if sparse else slice(at, at + len(keys))
                 of_q = slice(b * m + start, b * m + end), columns(head)
                 row = b * heads + head, slice(start, end)
-                yield HeadPart(of_q, (of_kv, columns(head * kv_heads // heads)), row, allowed)
+                of_kv_head = of_kv, columns(head * kv_heads // heads)
+                yield HeadPart(of_q, of_kv_head, row, first, hidden)
 
 
 class Heads(NamedTuple):
@@ -261,10 +278,9 @@ def scale_of(fields: Values) -> float:
     return float(fields["scale"] or fields["head_dim"] ** -0.5)
 
 
-def scores(q: Tensor, k: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    """Return the scores [queries, keys], -inf where they are not allowed."""
-    every = torch.addmm(q.new_zeros(1), q, k.mT, beta=0, alpha=scale)
-    return every if bool(allowed.all()) else every.masked_fill_(~allowed, -torch.inf)
+def scores(q: Tensor, k: Tensor, part: HeadPart, scale: float) -> Tensor:
+    """Return the scores [queries, keys] of a part, -inf where a key is hidden."""
+    return part.hide(torch.addmm(q.new_zeros(1), q, k.mT, beta=0, alpha=scale), -torch.inf)
 
 
 def longest_sum(mask: Tensor, fields: Values) -> int:

@@ -105,6 +105,8 @@ class Op:
                   bf16 for fp8; keyword-only arguments are fields of the problem, and `fields` all
     spread        the same arguments in fp64 -> size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are compared with it
+    both          the same arguments in fp64 -> definition and spread, for an op in which they share
+                  most of the work; default: each by its own function
     intermediates values that a kernel may round to the problem's dtype before the output, by name;
                   `spread` has a term for each. Default: none, so an output is rounded once
     depth         the definition's operands -> most non-zero terms in one of its sums; default: most
@@ -150,6 +152,7 @@ class Op:
     spread: Callable[..., Tensor]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+    both: Callable[..., tuple[Tensor, Tensor]] | None = None
     intermediates: tuple[str, ...] = ()
     depth: Callable[..., int] | None = None
     dense: Callable[[Problem], Problem] = lambda problem: problem
@@ -205,6 +208,13 @@ class Op:
     def definition_at(self, problem: Problem) -> Callable[..., Tensor]:
         """Return the definition with the fields of a problem, which takes only operands."""
         return with_fields(self.definition, problem)
+
+    def answer(self, problem: Problem, arguments: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the output and its spread, from operands in fp64."""
+        if self.both:
+            return with_fields(self.both, problem)(**arguments)
+        output, spread = (with_fields(f, problem) for f in (self.definition, self.spread))
+        return output(**arguments), spread(**arguments)
 
     def longest_sum(self, problem: Problem, arguments: Mapping[str, Tensor]) -> int:
         """Return the most non-zero terms in a sum of the definition."""

@@ -34,7 +34,7 @@ the same O and lse, which is the work of a dense backward pass. An empty row (ls
 gradients of 0; torch's fused backends, where exp(score - lse) would be inf, are unsupported.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,20 +57,26 @@ def definition(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values)
 
 
 def spread(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> Tensor:
-    """Carry the variance of each score, and the rounding of each weight, to O.
+    """Return the spread alone."""
+    return answer(mask, q, k, v, fields=fields)[1]
+
+
+def answer(
+    mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values
+) -> tuple[Tensor, Tensor]:
+    """Return O and its spread: the variance of each score, and the rounding of each weight.
 
     A score has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O),
     because the weights p are normalised. Rounding p changes O by a part of p v.
     """
-    factor, out = blocks.scale_of(fields), q.new_empty(q.shape)
+    factor, out, spreads = blocks.scale_of(fields), q.new_empty(q.shape), q.new_empty(q.shape)
     for part, of_q, of_k, of_v, p in _softmax(mask, q, k, v, fields):
-        o = p @ of_v
+        out[part.q] = o = p @ of_v
         p.square_()
-        moved = (of_q.square() @ of_k.square().mT).mul_(factor**2).mul_(p)
-        total = moved.sum(-1, True)
-        around = -2 * o * (moved @ of_v) + o.square() * total
-        out[part.q] = (p.add_(moved) @ of_v.square()).add_(around).clamp_(min=0).sqrt_()
-    return out
+        moved = (of_q.square().mul_(factor**2) @ of_k.square().mT).mul_(p)
+        around = -2 * o * (moved @ of_v) + o.square() * moved.sum(-1, True)
+        spreads[part.q] = (p.add_(moved) @ of_v.square()).add_(around).clamp_(min=0).sqrt_()
+    return out, spreads
 
 
 def _softmax(
@@ -82,9 +88,9 @@ def _softmax(
     """
     k, v = blocks.without_unselected(mask, fields, k, v)
     for part in blocks.parts(mask, fields):
-        of_q, of_k, sees_a_key = q[part.q], k[part.kv], part.allowed.any(-1, True)
-        p = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields)).softmax(-1)
-        p = p if bool(sees_a_key.all()) else p.masked_fill_(~sees_a_key, 0)
+        of_q, of_k, blind = q[part.q], k[part.kv], part.blind
+        p = blocks.scores(of_q, of_k, part, blocks.scale_of(fields)).softmax(-1)
+        p = p.masked_fill_(blind, 0) if bool(blind.any()) else p
         yield part, of_q, of_k, v[part.kv], p
 
 
@@ -117,10 +123,14 @@ class Gradients:
         dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (q, k, k))
         return cls(dq, dk, dv)
 
-    def add(self, part: HeadPart, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        self.dq[part.q] += dq
-        self.dk[part.kv] += dk
-        self.dv[part.kv] += dv
+    def add(
+        self, part: HeadPart, ds: Tensor, p: Tensor, operands: Sequence[Tensor], scale: float
+    ) -> None:
+        """Add the products of a part with its queries, keys and dO."""
+        of_q, of_k, of_do = operands
+        self.dq[part.q] += ds @ of_k * scale
+        self.dk[part.kv] += ds.mT @ of_q * scale
+        self.dv[part.kv] += p.mT @ of_do
 
     def output(self, fields: Values) -> Tensor:
         return torch.cat([t.view(-1, fields["head_dim"]) for t in (self.dq, self.dk, self.dv)])
@@ -128,47 +138,60 @@ class Gradients:
 
 def gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
     """Return dQ, dK and dV, one below the other, [..., head_dim]."""
-    q, k, v, o, lse, do = (operands[name] for name in GRADIENT_OPERANDS)
-    factor, sums = blocks.scale_of(fields), Gradients.zeros(q, k)
-    k, v = blocks.without_unselected(mask, fields, k, v)
-    for part in blocks.parts(mask, fields):
-        of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
-        p = _weights(of_q, of_k, part, lse, factor)
-        dp = of_do @ v[part.kv].mT
-        delta = (of_do * o[part.q]).sum(-1, True)
-        ds = (p * (dp - delta)).to(q.dtype)
-        sums.add(part, ds @ of_k * factor, ds.mT @ of_q * factor, p.to(q.dtype).mT @ of_do)
+    q, factor = operands["q"], blocks.scale_of(fields)
+    sums = Gradients.zeros(q, operands["k"])
+    for part, of_part, _, p, ds in _differences(mask, fields, operands):
+        sums.add(part, ds, p, of_part, factor)
     return sums.output(fields).to(q.dtype)
 
 
 def spread_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
-    """Carry the variances of the scores, of dO V.T and of its row sum to the three gradients.
+    """Return the spread alone."""
+    return answer_of_gradients(mask, fields=fields, **operands)[1]
 
-    P and dS are also rounded, before the products that they enter.
+
+def answer_of_gradients(
+    mask: Tensor, *, fields: Values, **operands: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients and their spread, both [..., head_dim].
+
+    The variances of the scores, of dO V.T and of its row sum are carried to the three gradients. P
+    and dS are also rounded, before the products that they enter.
     """
+    q, k, o, factor = operands["q"], operands["k"], operands["o"], blocks.scale_of(fields)
+    sums, variances = Gradients.zeros(q, k), Gradients.zeros(q, k)
+    for part, of_part, of_v, p, ds in _differences(mask, fields, operands):
+        sums.add(part, ds, p, of_part, factor)
+        q2, k2, do2 = squares = [x.square() for x in of_part]
+        around = (do2 * o[part.q].square()).sum(-1, True)
+        var_dp = (do2 @ of_v.square().mT).add_(around)
+        moved = ((q2 * factor**2) @ k2.mT).add_(1)
+        p2 = p.square_()
+        var_ds = ds.square_().mul_(moved).addcmul_(var_dp, p2)
+        variances.add(part, var_ds, p2.mul_(moved), squares, factor**2)
+    return sums.output(fields), variances.output(fields).sqrt()
+
+
+def _differences(
+    mask: Tensor, fields: Values, operands: Mapping[str, Tensor]
+) -> Iterator[tuple[HeadPart, list[Tensor], Tensor, Tensor, Tensor]]:
+    """Yield each part with its queries, keys and dO, its values, and P and dS [queries, keys]."""
     q, k, v, o, lse, do = (operands[name] for name in GRADIENT_OPERANDS)
-    factor, variances = blocks.scale_of(fields), Gradients.zeros(q, k)
     k, v = blocks.without_unselected(mask, fields, k, v)
     for part in blocks.parts(mask, fields):
-        of_q, of_k, of_do = q[part.q], k[part.kv], do[part.q]
-        p = _weights(of_q, of_k, part, lse, factor).to(q.dtype)
+        of_q, of_k, of_v, of_do = q[part.q], k[part.kv], v[part.kv], do[part.q]
+        p = _weights(of_q, of_k, part, lse, blocks.scale_of(fields))
         delta = (of_do * o[part.q]).sum(-1, True)
-        ds = (of_do @ v[part.kv].mT).sub_(delta).mul_(p).square_()
-        q2, k2, do2 = of_q.square(), of_k.square(), of_do.square()
-        around = (do2 * o[part.q].square()).sum(-1, True)
-        var_dp = (do2 @ v[part.kv].square().mT).add_(around)
-        moved = (q2 @ k2.mT).mul_(factor**2).add_(1)
-        p2 = p.square_()
-        var_ds = ds.mul_(moved).add_(var_dp.mul_(p2)).mul_(factor**2)
-        variances.add(part, var_ds @ k2, var_ds.mT @ q2, p2.mul_(moved).mT @ do2)
-    return variances.output(fields).sqrt()
+        ds = p * (of_do @ of_v.mT).sub_(delta)
+        yield part, [of_q, of_k, of_do], of_v, p.to(q.dtype), ds.to(q.dtype)
 
 
 def _weights(q: Tensor, k: Tensor, part: HeadPart, lse: Tensor, scale: float) -> Tensor:
     """Return P [queries, keys], in fp32 or fp64; 0 where the log-sum-exp is -inf."""
     of_row = lse[part.row][:, None]
-    p = ((q @ k.mT) * scale - of_row.to(torch.promote_types(q.dtype, torch.float32))).exp()
-    return p.masked_fill(~part.allowed | (of_row == -torch.inf), 0)
+    of_row = of_row.masked_fill(of_row == -torch.inf, torch.inf)  # exp(-inf) is 0
+    of_row = of_row.to(torch.promote_types(q.dtype, torch.float32))
+    return part.hide(((q @ k.mT).mul_(scale) - of_row).exp_(), 0)
 
 
 def depth_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> int:
@@ -185,11 +208,11 @@ def derive(
     k, v = blocks.without_unselected(mask, fields, activations["k"], activations["v"])
     for part in blocks.parts(mask, fields):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
-        of_row = blocks.scores(of_q, of_k, part.allowed, blocks.scale_of(fields))
-        lse = of_row.logsumexp(-1)
-        p = of_row.sub_(lse[:, None]).exp_().masked_fill_((lse == -torch.inf)[:, None], 0)
-        activations["o"][part.q] = (p @ of_v).to(q.dtype)
-        activations["lse"][part.row] = lse.float()
+        p = blocks.scores(of_q, of_k, part, blocks.scale_of(fields))
+        top = p.amax(-1, True).masked_fill_(part.blind, 0) if p.numel() else p.new_zeros(len(p), 1)
+        total = p.sub_(top).exp_().sum(-1, True)
+        activations["o"][part.q] = (p @ of_v).div_(total.clamp(min=1)).to(q.dtype)
+        activations["lse"][part.row] = total.log_().add_(top).flatten().float()
 
 
 def flops_of_gradients(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -243,6 +266,7 @@ OP = Op(
     operands={"mask": MASK, "q": QUERIES, "k": KEYS, "v": KEYS},
     definition=definition,
     spread=spread,
+    both=answer,
     intermediates=("scores", "p"),
     depth=depth,
     flops=flops,
@@ -261,6 +285,7 @@ BACKWARD = replace(
     operands={**OP.operands, "o": QUERIES, "lse": LSE, "do": QUERIES},
     definition=gradients,
     spread=spread_of_gradients,
+    both=answer_of_gradients,
     intermediates=("scores", "p", "dp", "delta", "ds"),
     depth=depth_of_gradients,
     flops=flops_of_gradients,

@@ -26,6 +26,7 @@ def op_checks(name: str) -> list[Check]:
         "has fields, weights and activations": _fields,
         "takes operands in order and fields by name": _signatures,
         "has a definition that keeps the dtype, and a spread of its shape": _shapes,
+        "has a definition and a spread that are the same together": _together,
         "gives bf16 of sums in fp32 for fp8 operands": _fp8,
         "has a spread that is finite, and zero only without terms": _spread,
         "has a spread of the size of rounding errors": _rounding,
@@ -84,7 +85,7 @@ def _fields(name: str) -> None:
 
 def _signatures(name: str) -> None:
     op = load_op(name)
-    for function in filter(None, (op.definition, op.spread, op.depth)):
+    for function in filter(None, (op.definition, op.spread, op.both, op.depth)):
         written = inspect.getfullargspec(function)
         expected = op.arguments[: len(written.args)] if written.varkw else op.arguments
         message = f"{function.__name__}: expected arguments {op.arguments}, found {written.args}"
@@ -105,6 +106,14 @@ def _shapes(name: str) -> None:
     parts = op.parts(Problem(name, dict(sizes(op))))
     expected = sum(parts) if parts else sizes(op).get(rows)
     expect(out.shape[0] == expected, f"expected {expected} rows of output, found {out.shape[0]}")
+
+
+def _together(name: str) -> None:
+    op, operands = load_op(name), drawn(name)
+    each = (pinned(name, function)(**operands) for function in (op.definition, op.spread))
+    both = op.answer(_example(name, "bf16"), operands)
+    same = not op.both or all(map(torch.equal, both, each))
+    expect(same, "expected `both` to give the definition and the spread, found others")
 
 
 def _fp8(name: str) -> None:

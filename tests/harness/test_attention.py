@@ -41,11 +41,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=[None, 8, 24], ids=["all keys", "8 queries", "24 queries"])
+@pytest.fixture(params=[(0.0, 512), (0.0, 8), (1.0, 8), (1.0, 24)], ids=str)
 def rows_of_a_part(request, monkeypatch) -> None:
-    """Expand few queries at a time, with the keys that they select, as if masks were sparse."""
-    monkeypatch.setattr(_block_attention, "SPARSE", 1.0 if request.param else 0.0)
-    monkeypatch.setattr(_block_attention, "ROWS", request.param)
+    """Expand few queries at a time, with all keys, or as if the mask were sparse with some."""
+    for name, value in zip(("SPARSE", "ROWS"), request.param, strict=True):
+        monkeypatch.setattr(_block_attention, name, value)
 
 
 def problem(op: str = "attention", **fields: Any) -> Problem:

@@ -11,6 +11,7 @@ import wrong
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import prepare as preparing
 from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender
+from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.prepare import added_memory, entries_of
 from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.stages import Stages
@@ -159,6 +160,28 @@ def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuse
     for entry in entries:
         ended = "reference, before timing: OutOfMemoryError" in entry.row.detail
         assert ended is not entry.running
+
+
+def test_no_draw_is_copied_while_an_answer_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, copies = contest.right_answers, []
+
+    def counted(layers: Layers, *arguments: Any) -> Any:
+        copies.append([*layers.first.copies])
+        return expected(layers, *arguments)
+
+    monkeypatch.setattr(contest, "right_answers", counted)
+    assert rows(BASELINE)[0].status is Status.OK
+    assert copies == [[], []]
+
+
+def test_memory_that_runs_out_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Layers, "keep", no_room)
+    row = rows(BASELINE)[0]
+    assert row.status is Status.OUT_OF_MEMORY
+    assert row.detail.startswith("check: OutOfMemoryError")
 
 
 def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:

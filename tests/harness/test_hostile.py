@@ -23,6 +23,7 @@ from sparsebench.harness.bench import contest, guest_calls, guest_contest, proce
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.tampering import ArrayGuard, TamperingError, checksum
+from sparsebench.harness.inputs import bits
 from sparsebench.harness.machine.child_process import Child
 from sparsebench.results.record import Contender, Problem, Row, Status
 
@@ -299,6 +300,14 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
             bits[place] ^= 128
         bits[[0, 4096]] = bits[[4096, 0]]
         assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 4 * 4096, 9 * 4096 + 3])
+def test_a_checksum_is_the_same_in_pieces(size: int, monkeypatch) -> None:
+    array = torch.randint(-(2**31), 2**31, (size,)).int()
+    whole = int(checksum(array, 1))
+    monkeypatch.setitem(bits.CHUNK, "cpu", 2 * 4096)
+    assert int(checksum(array, 1)) == whole
 
 
 def test_freed_memory_is_detected() -> None:

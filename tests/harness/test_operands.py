@@ -1,4 +1,5 @@
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
+from sparsebench.harness.bench.tampering import COLUMNS, checksum
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import bits, sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
@@ -47,6 +50,13 @@ def problem(source: Source | None = None, seed: int = 0, **fields: Value) -> Pro
     return Problem("linear", {**base, "sparsity": 0.0, "block": 1, **fields}, seed, source)
 
 
+def largest_allocation(call: Callable[[], object]) -> int:
+    """Return the most bytes that torch allocates at once, copies inside its kernels included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    return max(int(event.cpu_memory_usage) for event in record.events())
+
+
 def built(spec: Problem, data: Path | None = None) -> DenseOperands:
     return operands(spec, load_op("linear"), CPU, data)
 
@@ -76,6 +86,26 @@ def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, dtype) -> None:
     assert torch.equal(drawn(1001, dtype=dtype), whole)
     assert torch.equal(scores(0, "w", 1001, CPU), ordered)
     assert digest({"w": whole}) == summed
+
+
+@pytest.mark.gpu
+def test_a_checksum_of_two_pieces_is_that_of_a_cpu_and_copies_one() -> None:
+    out = torch.empty((1 << 28) + 6, dtype=torch.bfloat16, device="cuda")
+    fill(out, 0, "w")
+    checksum(out, 0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total = int(checksum(out, 0))
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * 8 * bits.CHUNK["cuda"]
+    assert int(checksum(out.cpu(), 0)) == total
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
+def test_a_draw_and_its_sums_allocate_one_chunk_at_a_time(monkeypatch, dtype) -> None:
+    monkeypatch.setitem(bits.CHUNK, "cpu", COLUMNS)
+    out = torch.empty(100, COLUMNS, dtype=dtype)
+    for step in (lambda: fill(out, 0, "w"), lambda: digest({"w": out}), lambda: checksum(out, 0)):
+        assert 4 * COLUMNS <= largest_allocation(step) <= 8 * COLUMNS
 
 
 WIDTHS = [(dtype, width) for dtype in DTYPES for width in (1, 128, 65536)]

@@ -89,6 +89,7 @@ OPS = {
     "definition=lambda x, w: linear.definition(w, x)": r"expected arguments \['w', 'x'\]",
     "definition=lambda w, x: linear.definition(w, x).float()": "an output of torch.float16",
     "spread=lambda w, x: linear.spread(w, x)[:1]": r"expected a spread \[3, 6\], found",
+    "both=lambda w, x: (linear.spread(w, x), linear.spread(w, x))": "expected `both` to give",
     "spread=lambda w, x: 0 * linear.spread(w, x)": "expected a spread above 0",
     "spread=lambda w, x: 1e-6 * linear.spread(w, x)": "expected errors above 0 and below",
     "flops=lambda problem, nnz: 1.0": "expected operations from 0 to more, found 1.0 to 1.0",
