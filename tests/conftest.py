@@ -26,6 +26,10 @@ os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
 os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.tools.quick_interpreter import quicken
+
+    quicken()
 COMPILE = "compile"  # a test's property: an entry of compiling/record.txt
 # Modules with tests of a minute: they begin first, so that no process waits for another's last.
 LONG = ["kernels/test_interpreted.py", "slurm/test_slurm.py", "reports/test_published.py"]

@@ -6,6 +6,7 @@ expected; what is refused says why in one line.
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -40,9 +41,10 @@ for size, names in {
 
 FEW = {"llama", "gemma3_text", "bart"}  # in the default run
 # One of each kind of call: heads with keys of their own or shared, static caches, windows in all or
-# some layers, chunks, other attention beside it, what is refused. To trace all takes ten minutes.
-TRACED = FEW | {"gpt2", "qwen2_moe", "mistral", "cwm", "modernbert-decoder", "llama4_text"}
-TRACED |= {"fuyu", "doge", "inkling_text"}
+# some layers, chunks, other attention beside it, what is refused. To trace all takes ten minutes,
+# and what inference mode changes is in the call alone.
+KINDS = FEW | {"gpt2", "qwen2_moe", "mistral", "cwm", "modernbert-decoder", "llama4_text"}
+KINDS |= {"fuyu", "doge", "inkling_text"}
 REFUSED = {  # supported by the interface, but with other scores, or masks that are biases
     "doge": "found a bias",
     "gemma4_unified_text": "one size from 1 to 256",
@@ -54,6 +56,7 @@ PADDED[0, :4] = 0
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+@lru_cache(maxsize=1)  # the ways of an architecture follow each other, and each sets its attention
 def made(name: str) -> Any:
     """Return a tiny decoder, or None if these sizes make none."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
@@ -112,12 +115,12 @@ def exported(model: Any) -> Tensor:
         return logits(torch.export.export(model, (IDS,), inputs, strict=False).module())
 
 
-RUN: list[Callable[[Any], Tensor]] = [eager, inference, generated, static]
-TRACES = [fullgraph, exported]
+RUN: list[Callable[[Any], Tensor]] = [eager, generated, static]
+RUN_BY_KINDS = [inference, fullgraph, exported]
 CASES = [
     (name, way) if name in FEW else exhaustive((name, way))
     for name in NAMES
-    for way in [*RUN, *(TRACES if name in TRACED else [])]
+    for way in [*RUN, *(RUN_BY_KINDS if name in KINDS else [])]
 ]
 
 
@@ -140,7 +143,7 @@ def test_an_architecture_computes_what_it_does_with_sdpa(name, way):
         return
     try:
         model.set_attn_implementation("sdpa")
-        expected = eager(model) if way in TRACES else way(model)
+        expected = eager(model) if way in RUN_BY_KINDS else way(model)
     except Exception as error:  # of many kinds: transformers' and torch's own limits
         pytest.skip(f"with SDPA: {type(error).__name__}")
     torch._dynamo.reset()

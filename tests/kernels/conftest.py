@@ -3,20 +3,29 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.kernels._common import cuda, front, front_extension, requirements
+from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.peers import _cusparselt, cutlass_sparse, stk
+from tests.tools.marks import needs_gxx
 
 COLUMNS = 8
+on_a_cpu = [  # front.cpp, connected to functions that launch there
+    needs_gxx,
+    pytest.mark.exhaustive,  # compiles for 25 s
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the driver itself is connected there"),
+    pytest.mark.usefixtures("recording"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +146,11 @@ def launch(*tensors: torch.Tensor) -> None:
     addresses = [t.data_ptr() for t in tensors]
     loaded = cuda.Loaded(SimpleNamespace(ptr=count), "", 0, tensors[-1].numel() // COLUMNS, 32, 0)
     loaded.enqueue(cuda.Layout(*"P" * count)(*addresses))
+
+
+def result_of(*inputs: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Return what a launch with these inputs writes."""
+    y = inputs[0].new_empty(shape or inputs[0].shape)
+    launch(*inputs, y)
+    on_tape(y)
+    return y

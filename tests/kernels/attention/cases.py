@@ -1,5 +1,6 @@
 """Masks, operands and a plain reference, which the tests of block-sparse attention share."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsebench.formats._selection import Selection
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.attention._call import AttentionCall, Op
@@ -14,6 +16,19 @@ from sparsebench.kernels.attention._shapes import AttentionShape
 from tests.conftest import INTERPRETED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+BF16: Any = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+SELECTIONS = [  # rows are those of two lists
+    Selection(6, (37, 53), (16, 8), True, 3, 1, 1),
+    Selection(10, (40, 20), (8, 8), True, 2),  # the first 20 queries see nothing
+    Selection(8, (30, 50), (8, 16), False, 4, 2, 1),
+    Selection(2, (64, 64), (64, 64), False, 1),
+    Selection(4, (32, 1000), (16, 8), True, 40, 3, 4),
+    Selection(6, (37, 53), (16, 8), True, 7, 1, 1, mass=0.7),
+    Selection(10, (40, 20), (8, 8), True, 2, mass=0.5),
+    Selection(4, (32, 1000), (16, 8), False, 125, 0, 4, mass=0.9),
+]
 
 
 class Case(NamedTuple):
@@ -98,6 +113,31 @@ def random_mask(
     return BlockMask.from_elements(elements & wide, [*sides])
 
 
+def selected(case: Case, seed: int, keys: Tensor | None = None, keep: int = 2) -> BlockMask:
+    """Return a mask with an empty row, and one with fewer blocks than places."""
+    tokens, block = case.tokens, case.block if isinstance(case.block, tuple) else (case.block,) * 2
+    grid = [-(-size // side) for size, side in zip(tokens, block, strict=True)]
+    scores = torch.randn(
+        case.batch, case.lists, *grid, generator=torch.Generator().manual_seed(seed)
+    )
+    scores[:, :, 0] = -math.inf
+    scores[:, :, 1, 1:] = math.nan
+    options: dict[str, Any] = {"tokens": [*tokens], "block": [*block], "causal": case.causal}
+    return BlockMask.from_scores(scores, keep, keys=keys, **options)
+
+
+def scores_of(selection: Selection, seed: int = 0) -> Tensor:
+    """Return scores with equal ones, infinite ones and NaN; a row of each alone."""
+    draw = torch.Generator().manual_seed(seed)
+    size = selection.rows, selection.grid[1]
+    scores = torch.randint(-3, 4, size, generator=draw).float()
+    kinds = torch.rand(size, generator=draw)
+    for value, most in ((math.nan, 0.1), (-math.inf, 0.2), (math.inf, 0.25), (-0.0, 0.3)):
+        scores[(kinds < most) & (kinds >= most - 0.1)] = value
+    scores[0], scores[-1] = math.nan, 1.0
+    return scores
+
+
 def without(mask: BlockMask, column: int) -> BlockMask:
     """Return a mask without one column of blocks; the mask has no bits."""
     cells = mask.to_dense()
@@ -175,3 +215,11 @@ def gradients(
     q, k, v = (x.double().requires_grad_() for x in operands[:3])
     o, lse = reference(q, k, v, mask)
     return o.detach(), lse.detach(), torch.autograd.grad(o, (q, k, v), operands[3].double())
+
+
+def check_against_fp64(inputs: list[Tensor], mask: BlockMask, results: Any) -> None:
+    """Compare O, dQ, dK and dV of q, k, v and dO with those in fp64."""
+    arrays: dict[str, Any] = {name: array.cpu() for name, array in mask.arrays().items()}
+    right, _, gradient = gradients([x.detach().cpu() for x in inputs], replace(mask, **arrays))
+    for x, y in zip(results, (right, *gradient), strict=True):
+        assert (x.detach().cpu().double() - y).norm() < 1e-2 * y.norm()

@@ -95,7 +95,9 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 @needs_gxx
-def test_a_compiled_definition_follows_its_activations() -> None:
+def test_a_compiled_definition_follows_its_activations(monkeypatch) -> None:
+    # Inductor would compile a program for each vector extension of the CPU, for seconds.
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
     operands = operands_of("ffn", SIZES[0], "fp32", "relu")
     launch = torch_compile.prepare(operands)
     assert_right(launch, operands)
