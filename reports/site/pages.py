@@ -30,12 +30,13 @@ from sparsebench.reports.site import commits, grids
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import Verdicts, repeats
+from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import capital
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.tables.families import family
 from sparsebench.results.tables.grid import EVERY
 
-WIDTH = 6.6  # pixels per character of a badge
+WIDTH = 6.2  # pixels per character of a badge
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,9 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
 
 
 def _badge(card: Card) -> str:
-    left, right = f"{card.gpu} · {card.name}"[:60], f"{card.gain} · {card.badges[0][1]}"
-    widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
-    colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
-    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
+    name, state, _ = card.badges[0]
+    gain = f"{headline} over dense" if (headline := card.headline.get("gain")) else card.gain
+    texts = f"{short_name(card.gpu)} · {card.name}"[:60], f"{gain} · {state}"
+    widths = [round(WIDTH * len(text)) + 16 for text in texts]
+    colour = "#00694c" if name == "verdict" else "#0a58a8"
+    return render("site_badge.svg", card=card, texts=texts, widths=widths, colour=colour)
