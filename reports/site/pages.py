@@ -65,14 +65,14 @@ class Site:
 def pages(
     cards: Sequence[Card],
     site: Site,
-    doors: Mapping[str, str] = MappingProxyType({}),
+    others: Collection[str] = (),
     earlier: Sequence[Card] = (),
     brief: Mapping[str, str] = MappingProxyType({}),
     current: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `doors` are the pages that the first one leads to, by title.
+    `others` are the paths of the other pages, for the sitemap.
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
@@ -84,7 +84,6 @@ def pages(
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.format_name}
-    shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     slugs = {card.slug for card in current or cards}
@@ -117,10 +116,9 @@ def pages(
     yield "find.js", content("find.js")
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", "find.html", "glossary.html", "agreement.html"]
-        paths += ["welcome.html"]
-        paths += [f"claims/{claim.name}.html" for claim in site.claims]
-        paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
+        names = ("runs", "kernels", "find", "glossary", "agreement", "welcome")
+        paths = ["", *(f"{name}.html" for name in names), *others]
+        paths += [f"{card.address}/" for card in cards]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"

@@ -201,7 +201,7 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     (slug,) = (path.name for path in (site / "runs").iterdir())
     badge = ElementTree.parse(site / "badges" / f"{slug}.svg").getroot()
     assert int(badge.attrib["width"]) <= 376  # a phone shows it without making it smaller
-    title, *_, left, right = (element.text for element in badge.iter() if element.text.strip())
+    title, left, right = (text for text in badge.itertext() if text.strip())
     assert left == "H200 · ffn-step"
     assert right.startswith("1.61× [")
     assert "NVIDIA H200 · ffn-step: 1.61× ffn_step, " in title  # the conditions
