@@ -56,7 +56,7 @@ class SiteGrid:
         """Return the grid; `root` is the path from the page to the first page of the site."""
         data = {"grid": "gains", "gpu": self.gpu, "op": self.op, "dtype": self.dtype}
         data["tokens"] = str(self.tokens)
-        return grids.html(self.grid, lambda case: link(case, root), "", names=True, data=data)
+        return grids.html(self.grid, lambda case: link(case, root), "", data)
 
 
 def link(case: Case, root: str) -> str:
