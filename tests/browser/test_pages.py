@@ -85,7 +85,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
     rows = view.get_by_role("rowheader").all_inner_texts()
     assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "half 2:4", "CSR"]
     heads = page.locator(".view:visible .steps b").all_inner_texts()
-    assert heads == ["Should I prune?", "Model, decoding:", "Attention:", "Measure mine:"]
+    assert heads == ["Should I prune?", "Model, decoding:", "Attention:"]
     href = view.locator("a.cell").first.get_attribute("href")
     assert href is not None
     assert href.startswith("h200/sparsity-4096/index.html#case-")
