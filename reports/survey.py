@@ -85,8 +85,8 @@ class Summary:
             return {}
         folder, gpu = quote(str(path)), quote(short_name(self.device))
         advise = f"advise Llama-3-8B --gpu {gpu} --batch 16 --run {folder}"
-        first = [quote(name) for name in self.compared[:1]]
-        steps = {f"compare {folder} {name}": "beside a published GPU" for name in first}
+        first = self.compared[:1]
+        steps = {f"compare {folder} {quote(name)}": "beside a published GPU" for name in first}
         steps |= {advise: "should I prune this model here?"}
         steps |= {f"publish {folder} --out site": "a site with every case"}
         return steps | {f"contribute {folder}": "send it: a pull request without private names"}

@@ -50,8 +50,7 @@ def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tup
     names = [[field.name for field in fields(of)] for of in (SelectionCurve, CurvePoint)]
     values: dict[str, Any] = {"missing": crossings.missing(evidence.curves)}
     values |= {"notes": crossings.NOTES, "groups": groups, "qualities": qualities}
-    values |= {"choices": choices, "names": CHOICES}
-    values |= {"file": FILE, "fields": names}
+    values |= {"choices": choices, "names": CHOICES, "file": FILE, "fields": names}
     yield PAGE, render("site_attention.html", site=site, **values)
     yield FILE, evidence.text
 
