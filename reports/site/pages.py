@@ -116,8 +116,8 @@ def pages(
     yield "find.js", content("find.js")
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        names = ("runs", "kernels", "find", "glossary", "agreement", "welcome")
-        paths = ["", *(f"{n}.html" for n in names), *others, *(f"{c.address}/" for c in cards)]
+        own = ("runs", "kernels", "find", "glossary", "agreement", "welcome")
+        paths = ["", *(f"{name}.html" for name in own), *others, *(f"{c.address}/" for c in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
