@@ -199,14 +199,11 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
 
 
 def when(curve: SelectionCurve) -> str:
-    """Say from which length on a curve is faster."""
-    first, last = curve.points[0].tokens, curve.points[-1].tokens
+    """Say from which length on a curve is faster that is not faster at the shortest length."""
+    last = curve.points[-1].tokens
     how = f"with {kept_of(curve)} kept, in blocks of {curve.block[1]}"
     if curve.faster_from is None:
         return f"is not faster up to {last:,} tokens, the longest length measured, {how}"
-    if curve.faster_from == first:
-        gain = _gain(curve.points[0])
-        return f"is {gain} as fast already at {first:,} tokens, the shortest length measured, {how}"
     return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}], {how}"
 
 

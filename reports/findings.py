@@ -154,7 +154,9 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     contest = timed[timed.place == best["place"]]
     rivals = contest[(contest.side != "dense") & (contest.label != best["label"])]
     rivals = rivals.sort_values("median_us")
-    details = [place, _with_selection(best, rivals), "; ".join(_lead(best, rivals))]
+    alike = rivals.choice.map(_selects) == _selects(best["choice"])
+    lead = _lead(best, rivals[alike]) if alike.any() or rivals.empty else ()
+    details = [place, _other_call(best, rivals[~alike]), "; ".join(lead)]
     if best["scope"] != isolated["scope"]:
         gain = times(isolated["gain"], isolated["half"])
         details.append(f"isolated {duration(isolated['median_us'])}, {gain}")
@@ -162,16 +164,20 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     return Finding(contender_name(best), place, outcome_of(best), best, [*filter(None, details)])
 
 
-def _with_selection(best: Case, rivals: pd.DataFrame) -> str:
-    """Write the fastest call that also selects its blocks, if the winner was given them."""
-    without_scores = {"", *PARTS}
-    whole = rivals[~rivals.choice.map(method_of).isin(without_scores) & rivals.gain.notna()]
-    if whole.empty or method_of(best["choice"]) not in without_scores:
+def _selects(choice: str) -> bool:
+    """Return whether a call selects its blocks itself; another one is given them."""
+    return method_of(choice) not in {"", *PARTS}
+
+
+def _other_call(best: Case, others: pd.DataFrame) -> str:
+    """Write the fastest call that selects its blocks, or that is given them if the best selects."""
+    if others.gain.notna().sum() == 0:
         return ""
-    call = dict(whole.iloc[0])
+    call = dict(others[others.gain.notna()].iloc[0])
     gain = between(*(call[end] for end in ("gain", "low", "high", "half")))
-    text = f"{gain} if the call also selects its blocks: {contender_name(call)}"
-    return f"{text} {duration(call['median_us'])}"
+    who = f"{contender_name(call)} {duration(call['median_us'])}"
+    how = "is given" if _selects(best["choice"]) else "also selects"
+    return f"{gain} if the call {how} its blocks: {who}"
 
 
 def _lead(best: Case, rivals: pd.DataFrame) -> Iterator[str]:
@@ -243,7 +249,12 @@ def contender_name(case: Mapping[Any, Any]) -> str:
 
 
 def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
-    """Return the fastest case at the sparsity nearest to USUAL, short ones inside a chain."""
+    """Return the fastest case at the sparsity nearest to USUAL, short ones inside a chain.
+
+    If some calls select their blocks, it is one of them: those that are given blocks do less.
+    """
+    selecting = group[group.choice.map(_selects)]
+    group = selecting if len(selecting) else group
     away = (group.level - USUAL).abs().fillna(1).round(3)  # levels of files differ
     near = group[away == away.min()]
     gains = [in_chain(case, timed)["gain"] for case in records(near)]

@@ -48,9 +48,9 @@ STYLES = {Outcome.FASTER: "good", Outcome.SLOWER: "bad"}
 SOME = "for some problems"
 NOTHING = "No sparse contender has a time."
 ACROSS = 5  # columns that fit a narrow screen; cells of more columns wrap there
-COLUMNS_WIDTH = 84  # % of a grid without names of kernels, for columns of one width
 SHOWN = 4  # problems in the tooltip of a cell
 BLOCKS = "blocks of "
+AXES = {"m": "tokens", "shape": "n × k"}
 
 
 def sentences(findings: Sequence[Finding]) -> list[str]:
@@ -196,22 +196,17 @@ def html(
     grid: Grid,
     link: Callable[[Case], str],
     caption: str | Markup,
-    names: bool = False,
     data: Mapping[str, Any] = MappingProxyType({}),
 ) -> Markup:
-    """Return a grid whose cells lead to their largest gain.
+    """Return a grid whose cells have the kernel of their largest gain, and lead to it.
 
     link   the address of a case
-    names  whether a cell names its kernel
     data   attributes of the table, for scripts
     """
     many = len(grid.columns) > ACROSS
     classes = "map many" if many else "map"
-    share = COLUMNS_WIDTH / max(len(grid.columns), 1)
-    width = Markup("" if names or many else f' style="width: {share:.1f}%"')
     head = Markup("").join(
-        Markup('<th scope="col"{}>{}</th>').format(width, column_text(grid.x, at))
-        for at in grid.columns
+        Markup('<th scope="col">{}</th>').format(column_text(grid.x, at)) for at in grid.columns
     )
     body = Markup("\n").join(
         Markup('<tr><th scope="row">{}</th>{}</tr>').format(
@@ -219,7 +214,7 @@ def html(
             Markup("").join(
                 Markup('<td data-head="{}">{}</td>').format(
                     column_text(grid.x, at),
-                    _html_cell(row, at, cells.get(at), grid, link, names),
+                    _html_cell(row, at, cells.get(at), grid, link),
                 )
                 for at in grid.columns
             ),
@@ -228,22 +223,26 @@ def html(
     )
     facts = Markup("").join(Markup(' data-{}="{}"').format(*each) for each in data.items())
     page = (
-        '<figure class="map"><div class="scroll"><table class="{}"{}><thead><tr><td></td>{}</tr>'
+        '<figure class="map"><div class="scroll"><table class="{}"{}><thead><tr><td>{}</td>{}</tr>'
         "</thead><tbody>{}</tbody></table></div><figcaption>{}</figcaption></figure>"
     )
-    return Markup(page).format(classes, facts, head, body, caption)
+    return Markup(page).format(classes, facts, axis_of(grid), head, body, caption)
+
+
+def axis_of(grid: Grid) -> str:
+    """Name what the columns of a grid are: sparsity, tokens."""
+    return AXES.get(grid.x) or grid.units.removeprefix(" of ").strip() or grid.x
 
 
 def _html_cell(
-    row: str, at: Any, cell: Cell | None, grid: Grid, link: Callable[[Case], str], names: bool
+    row: str, at: Any, cell: Cell | None, grid: Grid, link: Callable[[Case], str]
 ) -> Markup:
     if cell is None:
         return Markup('<span class="none"></span>')
     if pd.isna(cell.best["gain"]):
         return Markup('<span class="cell none">–</span>')
     text, span = cell_texts(cell)
-    words = str(cell.best["name"]).partition(" ")[0] if names else ""
-    name = Markup("_<wbr>").join(words.split("_"))
+    name = Markup("_<wbr>").join(str(cell.best["name"]).partition(" ")[0].split("_"))
     look = Markup(" <small>look</small>") if cell.best.get("verdict") is False else ""
     shown = Markup('<b>{}</b><span class="span">{}</span> {}{}').format(text, span, name, look)
     middle = median(case["gain"] for case in cell.cases if pd.notna(case["gain"]))

@@ -46,7 +46,7 @@ from sparsebench.results.tables.grid import Grid, findings, grid, outcome_of
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
 OTHERS = 2  # other devices on the first screen
-KEY = "Speedup of the best block and shape over the fastest dense contender{}, by tokens at once"
+KEY = "Speedup of the best block and shape, {}, by tokens at once"
 CAUSES = {
     "power-limited": "the power limit lowered the clock",
     "thermal": "heat lowered the clock",
@@ -75,18 +75,21 @@ class Summary:
     compared: list[str]
 
     def next_steps(self, path: Path) -> list[str]:
-        """Return the commands that take the folder of the survey; [] if it measured nothing."""
+        """Return a line for each of `steps`, and a line above them."""
+        lines = [f"  sparsebench {step}\n    {what}" for step, what in self.steps(path).items()]
+        return ["\nWhat you can do with it:"] * bool(lines) + lines
+
+    def steps(self, path: Path) -> dict[str, str]:
+        """Return commands that take the folder of the survey; {} if it measured nothing."""
         if not self.grid.rows:
-            return []
+            return {}
         folder, gpu = quote(str(path)), quote(short_name(self.device))
         advise = f"advise Llama-3-8B --gpu {gpu} --batch 16 --run {folder}"
-        first = [quote(name) for name in self.compared[:1]]
-        steps = {f"compare {folder} {name}": "beside a published GPU" for name in first}
+        first = self.compared[:1]
+        steps = {f"compare {folder} {quote(name)}": "beside a published GPU" for name in first}
         steps |= {advise: "should I prune this model here?"}
         steps |= {f"publish {folder} --out site": "a site with every case"}
-        steps |= {f"contribute {folder}": "send it: a pull request without private names"}
-        lines = (f"  sparsebench {step}\n    {what}" for step, what in steps.items())
-        return ["\nWhat you can do with it:", *lines]
+        return steps | {f"contribute {folder}": "send it: a pull request without private names"}
 
     @property
     def question(self) -> str:
@@ -122,7 +125,7 @@ def summarise(
         device=device,
         badges=_badges(by_run),
         finding=finding if len(lines) else "Nothing was measured, so there is no answer.",
-        key=KEY.format(grids.weights(lines) if len(lines) else ""),
+        key=KEY.format(grids.against(lines)) if len(lines) else "",
         grid=survey_grid(lines),
         others=[*compared, *([BRACKETS_OF_MEANS] if shown else ())],
         state=_state(lines, by_run, kernels, fitness),

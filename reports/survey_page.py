@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from markupsafe import Markup
 
 from sparsebench._writing import write_file
@@ -82,7 +83,7 @@ def _draw_pages(
     steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
     page = render(
         "report.html",
-        first=[_section("answer", "The answer", _first(summary))],
+        first=[_section("answer", "The answer", _first(summary, Path(path.name)))],
         groups=[("Details", [_section(*section) for section in sections if section[2]])],
         evidence=None,
         badges=summary.badges,
@@ -98,9 +99,10 @@ def _draw_pages(
     return summary, page
 
 
-def _first(summary: Summary) -> Markup:
-    held = capital(brackets(case["gain_interval"] for case in summary.grid.cases))
-    texts = [summary.key, held, "Hatched: not settled", "A cell links to its case."]
+def _first(summary: Summary, path: Path) -> Markup:
+    verdicts = [case for case in summary.grid.cases if pd.notna(case["low"])]
+    held = capital(brackets(case["gain_interval"] for case in verdicts))
+    texts = [summary.key, held, "Hatched: not settled; a look if it has no brackets."]
     caption = ". ".join(filter(None, texts))
     address = "{run}/report.html#case-{case_id}".format_map
     drawn = grids.html(summary.grid, address, caption) if summary.grid.rows else NOTHING
@@ -109,7 +111,12 @@ def _first(summary: Summary) -> Markup:
         for sentence in [*summary.others, *summary.state]
         for warns in [sentence.startswith("Warning")]
     )
-    return Markup('<p class="finding"><b>{}</b></p>{}{}').format(summary.finding, drawn, sentences)
+    steps = Markup("").join(
+        Markup('<p class="again"><code>sparsebench {}</code> {}</p>').format(*step)
+        for step in summary.steps(path).items()
+    )
+    page = '<p class="finding"><b>{}</b></p>{}{}{}'
+    return Markup(page).format(summary.finding, drawn, sentences, steps)
 
 
 def _others(others: list[Changes], refused: list[str]) -> Markup:

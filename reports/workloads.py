@@ -65,7 +65,7 @@ class TwoGpus:
     @property
     def table(self) -> Table:
         heads = ["workload", f"dense time, {self.b} / {self.a}", "sparse time"]
-        heads += [f"gain on {self.a}", f"gain on {self.b}", "cells that gain"]
+        heads += [f"gain on {self.a}", f"gain on {self.b}", "cells averaged"]
         lines = [workload.line for workload in self.workloads]
         title = f"{self.b} against {self.a}: geometric means, and ranges over cells"
         return Table(columns=heads, lines=lines, title=title, words=[heads[0], heads[-1]])
@@ -83,7 +83,7 @@ class TwoGpus:
         words = [outcome(1 / _mean(each.dense), 1 / _mean(each.dense)) for each in measured]
         return (
             f"{capital(first.title)}: compared with {self.a}, {self.b} takes {_change(dense)} "
-            f"dense and {_change(sparse)} sparse, so sparsity gains {more} there; dense, it is "
+            f"dense and {_change(sparse)} sparse, so sparsity gains {more} there. Dense, it is "
             f"faster in {words.count(Outcome.FASTER)} of {amount(len(measured), 'workload')} and "
             f"slower in {words.count(Outcome.SLOWER)}."
         )

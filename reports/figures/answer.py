@@ -16,6 +16,7 @@ from sparsebench.reports import grids
 from sparsebench.reports.figures._chart import Chart, named_rows
 from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.figures._svg import ROLES
+from sparsebench.reports.findings import headline
 from sparsebench.reports.rivals import rivals
 from sparsebench.results.formatting import brackets, capital, duration
 from sparsebench.results.problem_names import field_text
@@ -28,13 +29,14 @@ ORDER = 10
 
 MOST = 60  # views on a page, which says how many it leaves out
 SIZE, ROW = (400, 235), 24  # pixels of the figure, and of a row of named dots
-HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
+HEADS = {**grids.AXES, "scope": "measured", "cache": "L2 cache", "kv_heads": "KV heads"}
 SIDES = {"ours": "Circles: best of ours", "peer": "Triangles: best sparse peer"}
 
 
 def draw(analysis: Analysis) -> Markup:
-    """Draw every view with selectors; all views but the first are hidden."""
-    views = analysis.views
+    """Draw every view with selectors; all but that of the headline are hidden."""
+    case = headline(analysis).get("case")
+    views = sorted(analysis.views, key=lambda view: case not in {*view.lines.case_id})
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
     held = brackets(analysis.timed.gain_interval)
@@ -83,12 +85,12 @@ def _select(name: str, views: list[View]) -> Markup:
         Markup('<option value="{}"{}>{}</option>').format(
             value,
             Markup(" selected") if value == views[0].choice[name] else "",
-            (name == "pattern" and field_text(name, value)) or value,
+            (name in ("pattern", "scope") and field_text(name, value)) or value,
         )
         for value in options
     )
     return Markup('<label>{} <select name="{}" autocomplete="off">{}</select></label>').format(
-        HEADS.get(name, name), name, items
+        HEADS.get(name, name.replace("_", " ")), name, items
     )
 
 
@@ -111,7 +113,7 @@ def _view(number: int, view: View, held: str, figure: Markup) -> Markup:
         Markup(" hidden") if number else "",
         Markup('<ul class="answers">{}</ul>').format(items),
         Markup('<p class="where">{}</p>').format(grids.about_view(view)),
-        grids.html(view.grid, lambda case: f"#case-{case['case_id']}", caption, names=True),
+        grids.html(view.grid, lambda case: f"#case-{case['case_id']}", caption),
         figure,
     )
 
@@ -127,8 +129,7 @@ def _figure(of_sides: Grid, limits: tuple[float, float] | None) -> Markup:
     """Draw the best of each side: lines if x is a number, and rows of dots if x is a name."""
     if len(of_sides.columns) < 2:
         return NOTHING
-    x = of_sides.x
-    axis = HEADS.get(x, of_sides.units.removeprefix(" of ").strip() or x)
+    x, axis = of_sides.x, grids.axis_of(of_sides)
     labels = [column_text(x, at) for at in of_sides.columns]
     across = x in ("shape", "block")
     if across:

@@ -56,7 +56,7 @@ class SiteGrid:
         """Return the grid; `root` is the path from the page to the first page of the site."""
         data = {"grid": "gains", "gpu": self.gpu, "op": self.op, "dtype": self.dtype}
         data["tokens"] = str(self.tokens)
-        return grids.html(self.grid, lambda case: link(case, root), "", names=True, data=data)
+        return grids.html(self.grid, lambda case: link(case, root), "", data)
 
 
 def link(case: Case, root: str) -> str:
@@ -134,8 +134,9 @@ def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
         run = of_op.sort_values(["verdict", "processes", "day", "run"], kind="stable").run.iloc[-1]
         of_run = of_op[of_op.run == run]
         shown = grid(of_run, "level" if of_run.level.nunique() > 1 else "m")
+        finding = " ".join(grids.sentences(findings(shown)))
         about = grids.about(of_run, PROBLEM)
-        texts.append((head, f"{about}. {' '.join(grids.sentences(findings(shown)))}", str(run)))
+        texts.append((head, f"{finding} Measured: {about}.", str(run)))
     return texts
 
 

@@ -30,12 +30,13 @@ from sparsebench.reports.site import commits, grids
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import Verdicts, repeats
+from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import capital
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.tables.families import family
 from sparsebench.results.tables.grid import EVERY
 
-WIDTH = 6.6  # pixels per character of a badge
+WIDTH = 6.2  # pixels per character of a badge
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ class Site:
 def pages(
     cards: Sequence[Card],
     site: Site,
-    doors: Mapping[str, str] = MappingProxyType({}),
+    others: Collection[str] = (),
     earlier: Sequence[Card] = (),
     brief: Mapping[str, str] = MappingProxyType({}),
     current: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
-    `doors` are the pages that the first one leads to, by title.
+    `others` are the paths of the other pages, for the sitemap.
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
@@ -83,7 +84,6 @@ def pages(
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.format_name}
-    shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     slugs = {card.slug for card in current or cards}
@@ -116,10 +116,8 @@ def pages(
     yield "find.js", content("find.js")
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", "find.html", "glossary.html", "agreement.html"]
-        paths += ["welcome.html"]
-        paths += [f"claims/{claim.name}.html" for claim in site.claims]
-        paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
+        own = ("runs", "kernels", "find", "glossary", "agreement", "welcome")
+        paths = ["", *(f"{name}.html" for name in own), *others, *(f"{c.address}/" for c in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
@@ -284,7 +282,9 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
 
 
 def _badge(card: Card) -> str:
-    left, right = f"{card.gpu} · {card.name}"[:60], f"{card.gain} · {card.badges[0][1]}"
-    widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
-    colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
-    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
+    name, state, _ = card.badges[0]
+    gain = f"{headline} over dense" if (headline := card.headline.get("gain")) else card.gain
+    texts = f"{short_name(card.gpu)} · {card.name}"[:60], f"{gain} · {state}"
+    widths = [round(WIDTH * len(text)) + 16 for text in texts]
+    colour = "#00694c" if name == "verdict" else "#0a58a8"
+    return render("site_badge.svg", card=card, texts=texts, widths=widths, colour=colour)

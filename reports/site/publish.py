@@ -35,7 +35,7 @@ from typing import Any
 from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import attention, devices, prune, quantize
+from sparsebench.reports.site import attention, devices, prune
 from sparsebench.reports.site.cards import cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
@@ -134,14 +134,10 @@ def _publish(
     texts[devices.INDEX] = devices.index(suites, site, current)
     texts |= prune.pages(cards, site) if site.prune else ()
     texts |= attention.pages(site) if site.prune else ()
-    doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
-    doors |= {"From which length on?": attention.PAGE}
-    doors = doors if site.prune else {}
-    if suites:
-        doors["Which GPU?"] = devices.INDEX
+    others = [path for path in texts if path.endswith(".html")]
     versions = [stored[slug].card for slug in newest]
     brief = prune.in_brief() if site.prune else {}
-    texts |= pages(cards, site, doors, versions, brief, current)
+    texts |= pages(cards, site, others, versions, brief, current)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
     notes = _notes([stored[slug] for slug in added], site)

@@ -6,7 +6,7 @@ from typing import Any
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.build import build
 from sparsebench.reports.figures import parts as figure
-from sparsebench.reports.findings import headlines
+from sparsebench.reports.findings import finding_of, headlines
 from sparsebench.reports.parts import parts
 from sparsebench.reports.terminal import RunAnswer, answer_markdown
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -77,11 +77,15 @@ def test_the_report_and_the_terminal_show_the_parts() -> None:
     assert "303 µs" in printed(RunAnswer(shown), 160)
 
 
-def test_a_winner_that_is_given_its_blocks_has_the_whole_call_beside_it() -> None:
-    (finding,) = headlines(analysis())
-    assert finding.contender == "attention_wgmma"
+def test_a_headline_selects_its_blocks_and_has_the_call_that_is_given_them_beside_it() -> None:
+    shown = analysis()
+    (finding,) = headlines(shown)
+    assert finding.contender == "attention_selected selects=pooled"
+    assert "11× if the call is given its blocks: attention_wgmma 305 µs" in finding.details
+    assert not [text for text in finding.details if text.startswith("0.")]  # no lead over it
+    (given,) = shown.timed[shown.timed.kernel == "attention_wgmma"].to_dict("records")
     expected = "8.2× if the call also selects its blocks: attention_selected selects=pooled 400 µs"
-    assert expected in finding.details
+    assert expected in finding_of(given, shown.timed).details
 
 
 def test_a_part_that_failed_has_no_time() -> None:

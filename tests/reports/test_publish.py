@@ -199,7 +199,12 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     assert "https://sparsebench.example/x/h200/ffn-step/" in places
     assert f"manifest SHA-256 {bundle.identity(STEP)}." in page  # how to cite it
     (slug,) = (path.name for path in (site / "runs").iterdir())
-    ElementTree.parse(site / "badges" / f"{slug}.svg")
+    badge = ElementTree.parse(site / "badges" / f"{slug}.svg").getroot()
+    assert int(badge.attrib["width"]) <= 376  # a phone shows it without making it smaller
+    title, left, right = (text for text in badge.itertext() if text.strip())
+    assert left == "H200 · ffn-step"
+    assert right.startswith("1.61× [")
+    assert "NVIDIA H200 · ffn-step: 1.61× ffn_step, " in title  # the conditions
     assert 'property="og:url" content="https://sparsebench.example/x/h200/ffn-step/"' in page
     assert re.search(r'property="og:description" content="NVIDIA H200, verdict: 1.61', page)
     assert (site / "formats" / "active_csr.html").exists()

@@ -164,3 +164,24 @@ def test_lengths_that_are_all_the_shortest_one_have_no_chart() -> None:
     assert ["<figure" in page for page in pages] == [False, True]
     assert ["<details open>" in page for page in pages] == [True, False]
     assert "the shortest length measured: with pooled top-k 1.9" in presented.finding(always)
+
+
+def test_a_chart_has_the_curves_that_cross_between_measured_lengths() -> None:
+    always = curves(*rows({4096: 1.9, 16384: 6.0}, selected("pooled")))
+    later = curves(*rows(GAINS, selected("nsa")))
+    never = curves(*rows({4096: 0.5, 16384: 0.6}, selected("moba")))
+    drawn = attention.chart([*always, *later, *never])
+    assert ["NSA" in drawn, "MoBA" in drawn, "pooled" in drawn] == [True, True, False]
+    assert drawn.count("<title>") == 1
+
+
+def test_a_page_shows_the_group_of_the_most_curves_and_chooses_among_the_others() -> None:
+    few = curves(*rows(GAINS, selected("nsa"), heads=64))
+    many = [c for kind in ("pooled", "moba") for c in curves(*rows(GAINS, selected(kind)))]
+    (_, page), _ = attention.pages(Site(), AttentionEvidence([*few, *many], []))
+    assert page.count('<select name="heads"') == 1
+    assert '<select name="phase"' not in page  # all are prompts
+    first, second = page.split('<section class="view')[1:]
+    assert "32/8 heads of 128" in first
+    assert "64/8 heads of 128" in second
+    assert " hidden>" in second.partition("\n")[0]
