@@ -7,8 +7,9 @@
                                           with what differs, and the command that measures it
 
 A word is FIELD=VALUE, a size n × k, a percentage of zeros, a number that some field has, or a term:
-of a GPU, an op, a dtype, a format or a pattern, a kernel, a suite. templates/find.js is the same
-search for pages: it reads MISFITS, and a test compares both.
+of a GPU, an op, a dtype, a format or a pattern, a kernel, a suite. Words that make up a row name
+its format: 2:4 is neither half 2:4 nor 2:4 int4. templates/find.js is the same search for pages:
+it reads MISFITS, and a test compares both.
 """
 
 import json
@@ -37,7 +38,7 @@ SCHEMA: Final = "sparsebench/cells@2"
 FILE = "cells.json.gz"
 BYTES = 2**25  # unzipped; the published cells have 3 MB
 MOST = 12
-MISFITS = {"gpu": 3.0, "op": 4.0, "dtype": 2.0}
+MISFITS = {"gpu": 3.0, "op": 4.0, "dtype": 2.0, "format": 3.5}
 MISFITS |= dict.fromkeys(("kind", "kernel", "model", "run"), 8.0)
 """How far away a cell is without a term; without a value, 4, and an octave of a number is 1."""
 
@@ -151,13 +152,14 @@ def numbers() -> pd.DataFrame:
 
 
 def find(every: Sequence[CellRecord], query: str) -> SearchResult:
-    """Return the cells that fit every word of a query, the one with the fewest other terms first.
+    """Return the cells that fit every word of a query, verdicts with the largest gain first.
 
     Raises ResultError for a query without words, and for a word that fits no cell.
     """
     words = [QueryWord.of(text, every) for text in query_words(query)]
     if not words:
         raise ResultError("find: expected words such as 2:4 14336x4096 m=64 H100, found none")
+    words += _format(words, every)
     ranked = sorted(every, key=lambda cell: _distance(cell, words))
     if fits := [cell for cell in ranked if not any(word.misfit(cell) for word in words)]:
         return SearchResult(query, fits)
@@ -165,6 +167,17 @@ def find(every: Sequence[CellRecord], query: str) -> SearchResult:
     misfits = [word for word in words if word.misfit(nearest)]
     differs = [word.difference(nearest) for word in misfits]
     return SearchResult(query, [nearest], differs, _command(nearest, misfits))
+
+
+def _format(words: Sequence["QueryWord"], every: Sequence[CellRecord]) -> list["QueryWord"]:
+    """Return a word for the format that a query names, the longest row of its terms, or none.
+
+    Cells of the format have all its kinds: `2:4 spense_hidden`, a pattern of half 2:4, names none.
+    """
+    kinds = {word.value for word in words if word.name == "kind"}
+    pairs = {(cell["row"], cell["terms"]["kind"]) for cell in every}
+    rows = sorted(row for row, terms in pairs if {*row.split()} <= kinds <= {*terms.split()})
+    return [QueryWord("format=", "format", max(rows, key=len))] if rows else []
 
 
 def query_words(query: str) -> list[str]:
@@ -208,18 +221,22 @@ class QueryWord:
 
     def misfit(self, cell: CellRecord) -> float:
         """Return 0 if a cell fits, or how far away it is."""
-        cost, actual = MISFITS.get(self.name, 1.0), cell["fields"].get(self.name, "")
-        names = [self.name] if "=" in self.text else cell["terms"]
-        if any(_has(cell, name, self.value) for name in names) or self.value == actual.lower():
-            return 0.0
-        if "=" not in self.text and self.value in cell["fields"].values():
+        cost, actual = MISFITS.get(self.name, 1.0), self.actual(cell)
+        names, values = cell["terms"], cell["fields"].values()
+        if "=" in self.text:
+            names, values = [self.name], [actual.lower()]
+        if any(_has(cell, name, self.value) for name in names) or self.value in values:
             return 0.0
         a, b = _number(self.value), _number(actual)
         return cost * (abs(log2(a / b)) if a and b else 4.0 if self.name not in MISFITS else 1.0)
 
+    def actual(self, cell: CellRecord) -> str:
+        """Return what a cell has as the format or the field that this word names, or ""."""
+        return str(cell["row"] if self.name == "format" else cell["fields"].get(self.name, ""))
+
     def difference(self, cell: CellRecord) -> str:
         """Say what a cell has in place of this word."""
-        actual = cell["fields"].get(self.name) or cell["terms"].get(self.name, "another problem")
+        actual = self.actual(cell) or cell["terms"].get(self.name) or "another problem"
         return f"{self.name} {actual} in place of {self.value}" if self.name else f"no {self.text}"
 
 
@@ -227,21 +244,21 @@ def _has(cell: CellRecord, name: str, term: str) -> bool:
     return term in cell["terms"].get(name, "").split()
 
 
-def _distance(cell: CellRecord, words: Sequence[QueryWord]) -> tuple[float, int, bool, float]:
-    """Order cells: by misfit, then by other words of their row, verdicts, and the largest gain."""
-    misfit = sum(word.misfit(cell) for word in words)
-    kinds = {word.text for word in words if word.name == "kind"}
-    other = len({*cell["row"].split()} - kinds) if kinds else 0
-    return misfit + min(misfit, other), other, not cell["verdict"], -cell["gain"]
+def _distance(cell: CellRecord, words: Sequence[QueryWord]) -> tuple[float, bool, float]:
+    """Order cells: by misfit, then verdicts first, then by the largest gain."""
+    return sum(word.misfit(cell) for word in words), not cell["verdict"], -cell["gain"]
 
 
 def _command(nearest: CellRecord, misfits: Sequence[QueryWord]) -> str:
-    """Return the trial of a cell with the values of words that it does not fit, or ""."""
+    """Return the trial of a cell with the values of words that it does not fit, or "".
+
+    Kernels and options differ by op and by format: there, a trial of the nearest cell says nothing.
+    """
     trial = str(nearest["commands"][-1])
     for word in misfits:
         if word.name != "gpu":
             trial, count = re.subn(rf" {word.name}=\S+", f" {word.name}={word.value}", trial)
-            if not count:
+            if not count or word.name in ("op", "format"):
                 return ""
     return trial if trial.startswith("sparsebench try") else ""
 

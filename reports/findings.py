@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.crossings import PARTS
+from sparsebench.reports.figures.requests import per_second
 from sparsebench.reports.grids import doubt, on_same_zeros, sentences
 from sparsebench.results.advice.crossings import method_of
 from sparsebench.results.formatting import between, conditions, duration, percent, times
@@ -156,12 +157,21 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     rivals = rivals.sort_values("median_us")
     alike = rivals.choice.map(_selects) == _selects(best["choice"])
     lead = _lead(best, rivals[alike]) if alike.any() or rivals.empty else ()
-    details = [place, _other_call(best, rivals[~alike]), "; ".join(lead)]
+    details = [place, _rates(best, contest), _other_call(best, rivals[~alike]), "; ".join(lead)]
     if best["scope"] != isolated["scope"]:
         gain = times(isolated["gain"], isolated["half"])
         details.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     details.append(conditions(best))
     return Finding(contender_name(best), place, outcome_of(best), best, [*filter(None, details)])
+
+
+def _rates(best: Case, contest: pd.DataFrame) -> str:
+    """Write the requests per second of a server and of the fastest dense one, or ""."""
+    if (best["op"], best["scope"]) != ("serving", "op"):
+        return ""
+    dense = records(contest[contest.side == "dense"].sort_values("median_us"))[:1]
+    texts = [per_second(best), *(f"dense {per_second(line)}" for line in dense)]
+    return f"requests per second: {', '.join(texts)}"
 
 
 def _selects(choice: str) -> bool:

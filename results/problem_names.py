@@ -57,7 +57,8 @@ VALUES = {
     ("lists", "kv_heads"): "a list for each KV head",
     ("lists", "one"): "one list for all heads",
     ("pattern", "blocks"): "block pattern",
-    ("pattern", "dense"): "",
+    ("pattern", "top_k_blocks"): "the k best blocks of keys",
+    ("pattern", "two_four_blocks"): "2:4 in the best blocks",
     ("pruned", "all"): "pruned MLPs and attention",
     ("lengths", "short"): "short",
     ("requests", "1"): "1 request",
@@ -68,10 +69,8 @@ VALUES = {
     ("scope", "op"): "as called from Python",
     ("scope", "per_token"): "between tokens",
     ("scope", "steps"): "device time of all steps",
-    ("block", "1"): "",
-    ("block", ""): "",
-    ("values", ""): "",
 }
+VALUES |= dict.fromkeys([("pattern", "dense"), ("block", "1"), ("block", ""), ("values", "")], "")
 """Texts of single values of fields."""
 
 

@@ -25,5 +25,5 @@ def find(
         print_json(result)
         return
     wide().print(cells.SearchAnswer(result))
-    for command in [result.command] if result.command else result.cells[0]["commands"]:
-        stdout.say(f"  {command}")
+    for command in [result.command] if result.differs else result.cells[0]["commands"]:
+        stdout.say(f"  {command}" if command else "No command follows from that cell.")

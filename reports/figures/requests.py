@@ -56,7 +56,7 @@ def _cells(line: Line, readings: Mapping[tuple[str, str], Line]) -> list[str]:
     return [
         str(line["concurrency"]),
         str(line["label"]),
-        _per_second(line),
+        per_second(line),
         _gain(line),
         _gain(steps) if steps else "–",
         _share_text(line, steps) if steps else "–",
@@ -65,7 +65,7 @@ def _cells(line: Line, readings: Mapping[tuple[str, str], Line]) -> list[str]:
     ]
 
 
-def _per_second(line: Line) -> str:
+def per_second(line: Line) -> str:
     """Write requests per second with the range of the processes."""
     rate, low, high = (1e6 * line["requests"] / line[f"{n}_us"] for n in ("median", "high", "low"))
     return between(rate, low, high, unit="")

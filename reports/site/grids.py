@@ -124,14 +124,25 @@ def that_count(sparse: pd.DataFrame) -> pd.DataFrame:
     return best[best.verdict | ~best.groupby(["row", "level"]).verdict.transform("any")]
 
 
-def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """Return the head, the finding and the run of each op of BESIDE that was measured."""
+def beside(every: pd.DataFrame, gpu: str) -> list[tuple[str, str, str]]:
+    """Return the head, the finding and the run of each op of BESIDE that a GPU measured.
+
+    Of its runs, verdicts come first, then the one with the most cells that another GPU has too, so
+    that GPUs show the same problems; then the one with the most cells, the most processes, the
+    latest. A cell is a problem and a row.
+    """
+    cell = ["problem_id", "row"]
+    sparse = every[(every.side != "dense") & every.gain.notna()]
+    sparse = sparse.assign(shared=sparse.groupby(cell).gpu.transform("nunique") > 1)
     texts = []
     for op, head in BESIDE.items():
-        of_op = lines[(lines.op == op) & (lines.side != "dense") & lines.gain.notna()]
+        of_op = sparse[(sparse.op == op) & (sparse.gpu == gpu)]
         if of_op.empty:
             continue
-        run = of_op.sort_values(["verdict", "processes", "day", "run"], kind="stable").run.iloc[-1]
+        runs = of_op.drop_duplicates(["run", *cell]).assign(cells=1).groupby("run")
+        ranks = {"verdict": "max", "shared": "sum", "cells": "sum"}
+        ranks |= {"processes": "max", "day": "max"}
+        run = runs.agg(ranks).sort_values([*ranks]).index[-1]
         of_run = of_op[of_op.run == run]
         shown = grid(of_run, "level" if of_run.level.nunique() > 1 else "m")
         finding = " ".join(grids.sentences(findings(shown)))

@@ -224,7 +224,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
             for each in drawn
         ]
         facts = {"name": str(gpu), "runs": of_gpu.run.nunique(), "views": views}
-        facts |= {"beside": grids.beside(of_gpu)}
+        facts |= {"beside": grids.beside(every, str(gpu))}
         whole = [i for i, each in enumerate(drawn) if each.shape == EVERY]
         facts |= {"front": views[whole[-1]]} if whole else {}
         gpus += [facts] if drawn else []

@@ -8,8 +8,9 @@ const wordsOf = (query) =>
     .replace(/(?<![=\w])(\d{3,})x(\d{3,})\b/g, "n=$1 k=$2")
     .replace(/([\d.]+) ?%/g, (_, share) => `sparsity=${+(share / 100).toFixed(6)}`)
     .split(/\s+/).filter(Boolean);
+const actualOf = (word, cell) => (word.name === "format" ? cell.row : cell.fields[word.name] ?? "");
 const misfit = (word, cell) => {
-  const actual = cell.fields[word.name] ?? "";
+  const actual = actualOf(word, cell);
   const named = word.text.includes("="), names = named ? [word.name] : Object.keys(cell.terms);
   if (names.some((name) => has(cell, name, word.value)) || word.value === actual.toLowerCase()) return 0;
   if (!named && Object.values(cell.fields).includes(word.value)) return 0;
@@ -24,6 +25,13 @@ const wordOf = (text) => {
   const fits = (field && numeric(value) !== null) || cells.some((cell) => !misfit(word, cell));
   return fits ? word : { ...word, unknown: true };
 };
+const formatOf = (words) => {
+  const kinds = words.filter((word) => word.name === "kind").map((word) => word.value);
+  const rows = cells.filter((cell) => kinds.every((kind) => has(cell, "kind", kind))).map((cell) => cell.row)
+    .filter((row) => row.split(" ").every((term) => kinds.includes(term)));
+  const value = rows.reduce((longest, row) => (row.length > longest.length ? row : longest), "");
+  return value ? [{ text: "format=", name: "format", value }] : [];
+};
 const compare = (a, b) => {
   const i = a.findIndex((part, at) => part !== b[at]);
   return i < 0 ? 0 : a[i] - b[i];
@@ -31,12 +39,8 @@ const compare = (a, b) => {
 const find = (query) => {
   const words = wordsOf(query).map(wordOf), unknown = words.find((word) => word.unknown);
   if (!words.length || unknown) return { words, unknown, cells: [] };
-  const distance = (cell) => {
-    const sum = words.reduce((total, word) => total + misfit(word, cell), 0);
-    const kinds = words.filter((word) => word.name === "kind").map((word) => word.text);
-    const other = kinds.length ? [...new Set(cell.row.split(" "))].filter((term) => !kinds.includes(term)).length : 0;
-    return [sum + Math.min(sum, other), other, +!cell.verdict, -cell.gain];
-  };
+  words.push(...formatOf(words));
+  const distance = (cell) => [words.reduce((total, word) => total + misfit(word, cell), 0), +!cell.verdict, -cell.gain];
   const ranked = cells.map((cell) => [distance(cell), cell]).sort((a, b) => compare(a[0], b[0])).map(([, cell]) => cell);
   const differing = (cell) => words.filter((word) => misfit(word, cell));
   const fitting = ranked.filter((cell) => !differing(cell).length);
@@ -45,7 +49,7 @@ const find = (query) => {
   return {
     words,
     cells: [nearest],
-    differs: missed.map((word) => word.name ? `${word.name} ${nearest.fields[word.name] || nearest.terms[word.name] || "another problem"} in place of ${word.value}` : `no ${word.text}`),
+    differs: missed.map((word) => word.name ? `${word.name} ${actualOf(word, nearest) || nearest.terms[word.name] || "another problem"} in place of ${word.value}` : `no ${word.text}`),
     command: measure(nearest, missed),
   };
 };
@@ -53,7 +57,7 @@ const measure = (nearest, missed) => {
   let trial = nearest.commands.at(-1);
   for (const word of missed.filter((each) => each.name !== "gpu")) {
     const field = new RegExp(` ${word.name}=\\S+`);
-    if (!field.test(trial)) return "";
+    if (!field.test(trial) || ["op", "format"].includes(word.name)) return "";
     trial = trial.replace(field, ` ${word.name}=${word.value}`);
   }
   return trial.startsWith("sparsebench try") ? trial : "";

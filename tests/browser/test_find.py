@@ -23,6 +23,11 @@ QUERIES = [
     "decoder llama-3-8b H100",
     "2:4 m=3 n=100 k=100 H200",
     "spense_wgmma fp8",
+    "2:4 fp8 51200x5120 H100",
+    "2:4 ffn m=64 H200",
+    "int4 2:4 H100",
+    "csr activations H200",
+    "csr qwen3-32b",
 ]
 
 

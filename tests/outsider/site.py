@@ -39,10 +39,12 @@ METRICS = {  # the values of claims, from a ratio and the density
 
 TEXTS = {  # values with other names on pages
     "two_four": "2:4",
+    "two_four_blocks": "2:4 in the best blocks",
     "six_eight": "6:8",
     "spense_rows": "half 2:4",
     "spense_hidden": "half 2:4",
     "spense_columns": "half 2:4 by columns",
+    "top_k_blocks": "the k best blocks of keys",
     "heads": "a list for each head",
     "kv_heads": "a list for each KV head",
     "one": "one list for all heads",

@@ -75,12 +75,35 @@ def test_a_cell_that_fits_has_every_word(every: Sequence[cells.CellRecord]) -> N
     assert gains == sorted(gains, reverse=True)
 
 
-def test_whole_2_4_comes_before_half_of_it(every: Sequence[cells.CellRecord]) -> None:
-    rows = [cell["row"] for cell in cells.find(every, "2:4 H200").cells]
-    whole = rows.count("2:4")
-    assert whole > 1
-    assert rows[:whole] == ["2:4"] * whole
-    assert "half 2:4" in rows
+@pytest.mark.parametrize("words", ["H200", "m=1 H200", "fp8 51200x5120 H100", "spense m=64"])
+@pytest.mark.parametrize("row", ["2:4", "half 2:4"])
+def test_a_format_is_not_another_whose_name_contains_it(every, row: str, words: str) -> None:
+    result = cells.find(every, f"{row} {words}")
+    assert {cell["row"] for cell in result.cells} == {row}
+    if row == "2:4" and result.differs:
+        assert " pattern=two_four " in result.command
+
+
+def test_int4_in_2_4_is_neither_int4_nor_2_4(every: Sequence[cells.CellRecord]) -> None:
+    for query in ("2:4 int4", "int4 2:4", "2:4", "int4"):
+        rows = {cell["row"] for cell in cells.find(every, f"{query} m=1 H200").cells}
+        assert rows == {"2:4 int4" if " " in query else query}
+
+
+def test_a_query_for_the_pattern_of_a_format_finds_it(every: Sequence[cells.CellRecord]) -> None:
+    result = cells.find(every, "2:4 spense_hidden m=64 H200")
+    assert not result.differs
+    assert {cell["row"] for cell in result.cells} == {"half 2:4"}
+
+
+def test_the_first_line_says_that_a_cell_is_of_another_format(every) -> None:
+    query = "2:4 ffn m=64 H200"
+    result = cells.find(every, query)
+    assert result.differs == ["format half 2:4 in place of 2:4"]
+    assert not result.command  # the cell's trial measures half 2:4
+    shown = output("find", *query.split())
+    assert result.differs[0] in shown.splitlines()[0]
+    assert "sparsebench try" not in shown
 
 
 def test_a_missing_cell_says_so_and_names_the_nearest_and_the_command(every) -> None:

@@ -41,6 +41,7 @@ def lines(*gains: tuple[str, float], **same: Any) -> pd.DataFrame:
         "verdict": True,
         **same,
     }
+    place["problem_id"] = " ".join(str(place[name]) for name in ("op", "shape", "m", "level"))
     return pd.DataFrame(
         [
             {**place, "fields": {}, "kind": row, "row": row, "name": f"{row}_kernel", "gain": gain}
@@ -174,10 +175,21 @@ def test_models_and_attention_have_findings_beside_the_grids() -> None:
     both = joined(lines(("BSR", 1.9), **step), lines(("mask", 6.0), **mask))
     newer = joined(both, lines(("mask", 2.0), **{**mask, "processes": 3, "run": "newer"}))
     for table in (both, newer):
-        model, attention = beside(table)
+        model, attention = beside(table, "GPU")
         assert model[0::2] == ("Model, decoding", "steps")
         assert attention[0::2] == ("Attention", "mask")
         assert "up to 6.00× [5.99, 6.01]" in attention[1]
+
+
+def test_of_the_runs_of_a_model_the_one_that_another_gpu_has_too_stands_beside_the_grids() -> None:
+    step = {"op": "decoder", "shape": "Qwen3-8B"}
+    shared = [lines(("BSR", 1.9), **step, run="a", m=m) for m in (1, 16)]
+    more = [lines(("2:4", 1.2), **step, run="b", m=m, processes=9) for m in (2, 3, 4)]
+    alone = joined(*shared, *more)
+    assert [run for *_, run in beside(alone, "GPU")] == ["b"]
+    both = joined(alone, *(each.assign(gpu="another", run="c") for each in shared))
+    assert [run for *_, run in beside(both, "GPU")] == ["a"]
+    assert [run for *_, run in beside(both, "another")] == ["c"]
 
 
 def survey_lines(*gains: tuple[float, bool]) -> pd.DataFrame:

@@ -6,9 +6,10 @@ from typing import Any
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.figures import requests
+from sparsebench.reports.findings import headline
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.analysis import Analysis, analyse
 
 DENSE = Contender("dense", "serving_transformers", baseline=True)
 SPARSE = Contender("spense", "serving_transformers")
@@ -20,8 +21,8 @@ FIELDS: dict[str, Any] = {
 READINGS = {"first_token": 30.0, "per_token": 5.0, "cold": 400.0}  # ms of a dense server
 
 
-def drawn(calls: dict[int, tuple[float, float]]) -> str:
-    """Return the section of a run: by requests at once, ms of a dense call and of its steps.
+def measured_run(calls: dict[int, tuple[float, float]]) -> Analysis:
+    """Return a run of servers: by requests at once, ms of a dense call and of its steps.
 
     The sparse server takes 0.8 of all times.
     """
@@ -43,8 +44,11 @@ def drawn(calls: dict[int, tuple[float, float]]) -> str:
             for contender, part in ((DENSE, 1.0), (SPARSE, 0.8))
             for scope, ms in (("op", call_ms), ("steps", steps_ms), *READINGS.items())
         ]
-    run = StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured)
-    return str(requests.draw(analyse(run)))
+    return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured))
+
+
+def drawn(calls: dict[int, tuple[float, float]]) -> str:
+    return str(requests.draw(measured_run(calls)))
 
 
 def test_a_server_has_its_requests_per_second_and_its_gain() -> None:
@@ -54,6 +58,14 @@ def test_a_server_has_its_requests_per_second_and_its_gain() -> None:
     assert "1.2" in page
     assert "90 %" in page
     assert page.count("<tr>") == 1 + 2
+
+
+def test_the_headline_has_the_requests_per_second_of_both_servers_with_intervals() -> None:
+    rest = headline(measured_run({8: (200.0, 180.0)}))["rest"].split("; ")
+    (rates,) = (text for text in rest if "requests per second" in text)
+    sparse, dense = re.findall(r"[\d.]+ \[[\d.]+, [\d.]+\]", rates)
+    assert sparse.startswith("99.7 [")  # 16 requests in 0.8 of 200 ms
+    assert dense.startswith("79.7 [")
 
 
 def test_every_number_of_a_server_has_an_interval() -> None:
