@@ -26,6 +26,7 @@ from pathlib import Path
 from random import SystemRandom
 
 import torch
+from torch import Tensor
 
 from sparsebench.errors import SparsebenchError
 from sparsebench.formats._format import Format
@@ -308,12 +309,14 @@ class RunningContest:
             return
         self.stages.announce("", "reference")
         with self.stages.stage("check"):
-            self.layers.forget()  # an answer takes more memory than they do
+            self.layers.forget()  # an answer needs the memory of the copies
             self.redraw()
             answers = self._answers(when)
             if when == BEFORE:
                 self.layers.keep(B)
-        arrays = {n: a for of, e in answers.items() for n, a in arrays_of_answers(e, of).items()}
+        arrays: dict[str, Tensor] = {}
+        for of, expected in answers.items():
+            arrays |= arrays_of_answers(expected, of)
         self.stages.guard.watch(arrays)
         for entry in self.entries:
             if entry.running:

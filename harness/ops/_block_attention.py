@@ -33,7 +33,7 @@ SHARE = 8  # one in so many KV heads is in a sample, and one at least
 # If at most so large a share of a mask is present, a part has ROWS queries at most, and only the
 # keys that one of them selects: 16 to 20 % of 128k keys if each block keeps 2 %.
 SPARSE, ROWS = 1 / 8, 512
-STEPS = 16  # a causal part has 1/16 of the queries, or ROWS: of its pairs, so few are in the future
+STEPS = 16  # a causal part has 1/16 of the queries or ROWS: then 6 % of all pairs are in the future
 
 
 class AttentionFields(Fields):
@@ -136,7 +136,7 @@ class HeadPart(NamedTuple):
     q, kv   index of the queries in q, and of the keys and values in k and v
     row     index of the queries in lse
     first   how many of the first keys each query sees
-    hidden  bool [queries, keys - first]: whether a query does not see another key
+    hidden  bool [queries, keys - first]: which of the other keys each query does not see
     """
 
     q: tuple[slice, slice]

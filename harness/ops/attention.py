@@ -57,17 +57,18 @@ def definition(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values)
 
 
 def spread(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> Tensor:
-    """Return the spread alone."""
+    """Return the spread of O, which `answer` explains."""
     return answer(mask, q, k, v, fields=fields)[1]
 
 
 def answer(
     mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values
 ) -> tuple[Tensor, Tensor]:
-    """Return O and its spread: the variance of each score, and the rounding of each weight.
+    """Return O and its spread, both [batch * m, heads * head_dim].
 
-    A score has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O),
-    because the weights p are normalised. Rounding p changes O by a part of p v.
+    The spread carries the variance of each score, and the rounding of each weight, to O. A score
+    has the variance scale² (q² @ (k²).T). An error ds of it changes O by p ds (v - O), because the
+    weights p are normalised. Rounding p changes O by a part of p v.
     """
     factor, out, spreads = blocks.scale_of(fields), q.new_empty(q.shape), q.new_empty(q.shape)
     for part, of_q, of_k, of_v, p in _softmax(mask, q, k, v, fields):
@@ -140,13 +141,13 @@ def gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
     """Return dQ, dK and dV, one below the other, [..., head_dim]."""
     q, factor = operands["q"], blocks.scale_of(fields)
     sums = Gradients.zeros(q, operands["k"])
-    for part, of_part, _, p, ds in _differences(mask, fields, operands):
+    for part, of_part, _, p, ds in _score_gradients(mask, fields, operands):
         sums.add(part, ds, p, of_part, factor)
     return sums.output(fields).to(q.dtype)
 
 
 def spread_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> Tensor:
-    """Return the spread alone."""
+    """Return the spread of the gradients, which `answer_of_gradients` explains."""
     return answer_of_gradients(mask, fields=fields, **operands)[1]
 
 
@@ -160,7 +161,7 @@ def answer_of_gradients(
     """
     q, k, o, factor = operands["q"], operands["k"], operands["o"], blocks.scale_of(fields)
     sums, variances = Gradients.zeros(q, k), Gradients.zeros(q, k)
-    for part, of_part, of_v, p, ds in _differences(mask, fields, operands):
+    for part, of_part, of_v, p, ds in _score_gradients(mask, fields, operands):
         sums.add(part, ds, p, of_part, factor)
         q2, k2, do2 = squares = [x.square() for x in of_part]
         around = (do2 * o[part.q].square()).sum(-1, True)
@@ -172,7 +173,7 @@ def answer_of_gradients(
     return sums.output(fields), variances.output(fields).sqrt()
 
 
-def _differences(
+def _score_gradients(
     mask: Tensor, fields: Values, operands: Mapping[str, Tensor]
 ) -> Iterator[tuple[HeadPart, list[Tensor], Tensor, Tensor, Tensor]]:
     """Yield each part with its queries, keys and dO, its values, and P and dS [queries, keys]."""
@@ -209,6 +210,7 @@ def derive(
     for part in blocks.parts(mask, fields):
         of_q, of_k, of_v = q[part.q].double(), k[part.kv].double(), v[part.kv].double()
         p = blocks.scores(of_q, of_k, part, blocks.scale_of(fields))
+        # A query that sees no key has a total of 0, so O = 0 and lse = -inf. Others have 1 or more.
         top = p.amax(-1, True).masked_fill_(part.blind, 0) if p.numel() else p.new_zeros(len(p), 1)
         total = p.sub_(top).exp_().sum(-1, True)
         activations["o"][part.q] = (p @ of_v).div_(total.clamp(min=1)).to(q.dtype)

@@ -26,7 +26,7 @@ def op_checks(name: str) -> list[Check]:
         "has fields, weights and activations": _fields,
         "takes operands in order and fields by name": _signatures,
         "has a definition that keeps the dtype, and a spread of its shape": _shapes,
-        "has a definition and a spread that are the same together": _together,
+        "gives the same definition and spread together": _together,
         "gives bf16 of sums in fp32 for fp8 operands": _fp8,
         "has a spread that is finite, and zero only without terms": _spread,
         "has a spread of the size of rounding errors": _rounding,

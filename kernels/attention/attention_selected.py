@@ -84,9 +84,10 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
 
 
 def selection_of(mask: BlockMask, lists: int) -> tuple[Tensor, Callable[[Tensor], BlockMask]]:
-    """Return scores [batch, lists, q_blocks, kv_blocks] that select a mask, and what selects.
+    """Return scores that select a mask, and the function from scores to the mask they select.
 
-    Raises Unsupported for bits, and for `lists` that are no multiple of the mask's.
+    Scores are fp32 [batch, lists, q_blocks, kv_blocks]. Raises Unsupported for a mask with bits,
+    and for `lists` that are no multiple of the mask's.
     """
     refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
     if lists % mask.lists:
@@ -106,7 +107,7 @@ def selection_of(mask: BlockMask, lists: int) -> tuple[Tensor, Callable[[Tensor]
 
 
 def plans_of(selection: BlockMask, engines: tuple[Engine, ...]) -> SharedPlans:
-    """Return plans of all masks of these sizes, by any of the engines that may run a call."""
+    """Return the plans of all masks of these sizes, by the engines that can run the call."""
     device = selection.columns.device
 
     def likeliest(call: AttentionCall) -> Sequence[Engine]:

@@ -1,3 +1,5 @@
+"""A contest: who is rejected, what a row says, turns in time, and the memory that calls need."""
+
 import gc
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""Operands: bits drawn from a seed on any device, digests, and weights and patterns of files."""
+
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
