@@ -20,7 +20,7 @@ from sparsebench._gpus import gpus_with_advice, names_device, require_gpu
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Cell, Table, escape_markdown
 from sparsebench.results.advice.crossings import AttentionEvidence, CurvePoint, SelectionCurve
-from sparsebench.results.formatting import amount, between, join_words, percent
+from sparsebench.results.formatting import amount, between, capital, join_words, percent
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.selection_files import Passes, SelectionQuality
 from sparsebench.results.statistics.ratio import FEWEST
@@ -103,19 +103,19 @@ def missing(curves: Iterable[SelectionCurve]) -> dict[str, dict[str, str]]:
     }
 
 
-def groups(curves: Sequence[SelectionCurve]) -> list[tuple[str, list[SelectionCurve]]]:
-    """Return the curves of each GPU, head shape and phase, with a title.
+def groups(curves: Sequence[SelectionCurve]) -> list[tuple[tuple[str, ...], list[SelectionCurve]]]:
+    """Return the phase, heads, dtype and GPU of each title, in words, with their curves.
 
-    Those that score no blocks are last.
+    Curves that score no blocks are last.
     """
-    parts: dict[str, list[SelectionCurve]] = {}
+    every: dict[tuple[str, ...], list[SelectionCurve]] = {}
     for curve in curves:
         what = PHASES[curve.phase]
         what += f" of {amount(curve.sequences, 'sequence')}" * (curve.sequences > 1)
         what = f"causal {what}" if curve.causal and curve.phase == "prompt" else what
-        title = f"{what}, {heads_text(*shape_of(curve))}, {curve.dtype}, {curve.gpu}"
-        parts.setdefault(title[0].upper() + title[1:], []).append(curve)
-    return [(title, sorted(of, key=lambda c: c.method in PARTS)) for title, of in parts.items()]
+        words = capital(what), heads_text(*shape_of(curve)), curve.dtype, curve.gpu
+        every.setdefault(words, []).append(curve)
+    return [(words, sorted(of, key=lambda c: c.method in PARTS)) for words, of in every.items()]
 
 
 def name_of(curve: SelectionCurve) -> str:
@@ -199,7 +199,7 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
 
 
 def when(curve: SelectionCurve) -> str:
-    """Say from which length on a curve is faster that is not faster at the shortest length."""
+    """Say from which length on a curve is faster. At the shortest length it must not be faster."""
     last = curve.points[-1].tokens
     how = f"with {kept_of(curve)} kept, in blocks of {curve.block[1]}"
     if curve.faster_from is None:
@@ -251,8 +251,8 @@ def terminal(
     curves: Sequence[SelectionCurve], evidence: AttentionEvidence
 ) -> Iterator[RenderableType]:
     """Yield everything but what is missing, which must not be wrapped."""
-    for title, of_group in groups(curves):
-        yield from (Text(finding(of_group), "bold"), table(title, of_group), Text())
+    for words, of_group in groups(curves):
+        yield from (Text(finding(of_group), "bold"), table(", ".join(words), of_group), Text())
     if curves:
         yield from (Text(" ".join(NOTES), "dim"), Text())
     for quality in evidence.quality:
@@ -267,8 +267,8 @@ def markdown(curves: Sequence[SelectionCurve], evidence: AttentionEvidence) -> s
         )
         for sentence, lines in missing(curves).items()
     ]
-    for title, of_group in groups(curves):
-        parts += [escape_markdown(finding(of_group)), table(title, of_group).markdown()]
+    for words, of_group in groups(curves):
+        parts += [escape_markdown(finding(of_group)), table(", ".join(words), of_group).markdown()]
     parts += map(escape_markdown, NOTES if curves else [])
     for quality in evidence.quality:
         parts += [quality_table(quality).markdown(), escape_markdown(quality_note(quality))]

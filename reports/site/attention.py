@@ -1,8 +1,9 @@
 """The page "From which length on?": when attention that selects its keys beats dense attention.
 
     a sentence for each phase without a row    what is missing, and what measures it
-    phase ▾ heads ▾                            a select shows one group: a sentence, a chart of the
-                                               lengths above the shortest measured one, a table
+    phase ▾ heads ▾ dtype ▾ GPU ▾              selects of what differs show one group: a sentence,
+                                               a chart of the lengths above the shortest measured
+                                               one, a table
     quality                                    what a model loses, beside its time
 
 It rests on the packaged rows (results/advice/crossings.py). attention.json beside it has the same
@@ -31,17 +32,18 @@ from sparsebench.results.advice.crossings import (
 
 PAGE = "attention.html"
 WIDTH, ROW, MARGIN = 400, 20, 1.15
-CHOICES = "phase", "heads", "dtype", "GPU"  # the parts of a group's title
+CHOICES = "phase", "heads", "dtype", "GPU"
 
 
 def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of the page, and of its JSON."""
     evidence = evidence or packaged_attention()
+    every = sorted(crossings.groups(evidence.curves), key=lambda group: -len(group[1]))
+    choices = [dict(zip(CHOICES, words, strict=True)) for words, _ in every]
     groups = [
-        (title, crossings.finding(curves), chart(curves), crossings.table("", curves).html())
-        for title, curves in sorted(crossings.groups(evidence.curves), key=lambda g: -len(g[1]))
+        (", ".join(words), crossings.finding(of), chart(of), crossings.table("", of).html())
+        for words, of in every
     ]
-    choices = [dict(zip(CHOICES, title.split(", ", 3), strict=True)) for title, *_ in groups]
     qualities = [
         (table.title, table.html(), crossings.quality_note(each))
         for each in evidence.quality
@@ -58,8 +60,8 @@ def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tup
 def chart(every: Sequence[SelectionCurve]) -> Markup:
     """Draw the lengths from which on each curve is faster, with their intervals.
 
-    Left out: curves that are faster at the shortest length; NOTHING if all are. A curve that is not
-    faster at the longest length has no marker.
+    A curve that is faster at the shortest length is left out. If all are, return NOTHING. A curve
+    that is not faster at the longest length has no marker.
     """
     curves = [curve for curve in every if curve.faster_from != curve.points[0].tokens]
     if not curves:
