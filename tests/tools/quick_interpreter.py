@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it computes in vain: half of the time of our kernels.
+"""Triton's interpreter without what it computes in vain, which is half of our kernels' time.
 
 - When a kernel calls another function, it replaces the builtins of triton.language again, though
   the launch has done that.
@@ -14,17 +14,17 @@ from triton.runtime import interpreter
 
 
 def quicken() -> None:
-    """Let it do the first once in a launch, the second never, and the third once for each dtype."""
+    """Replace builtins once in a launch, compute no overflow, and keep the table of each dtype."""
     replace, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
     numpy_of = interpreter._get_np_dtype
     ready: set[frozenset[int]] = set()  # the modules of which this launch has replaced the builtins
     dtypes: dict[str, np.dtype[Any]] = {}
 
     def replace_once(function: Any) -> Any:
-        seen = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
-        if seen in ready:
+        modules = frozenset(id(x) for x in function.__globals__.values() if x is tl or x is tl.core)
+        if modules in ready:
             return None
-        ready.add(seen)
+        ready.add(modules)
         return replace(function)
 
     def end(scope: Any) -> None:
