@@ -181,9 +181,9 @@ def _selects(choice: str) -> bool:
 
 def _other_call(best: Case, others: pd.DataFrame) -> str:
     """Write the fastest call that selects its blocks, or that is given them if the best selects."""
-    if others.gain.notna().sum() == 0:
+    if (others := others[others.gain.notna()]).empty:
         return ""
-    call = dict(others[others.gain.notna()].iloc[0])
+    call = dict(others.iloc[0])
     gain = between(*(call[end] for end in ("gain", "low", "high", "half")))
     who = f"{contender_name(call)} {duration(call['median_us'])}"
     how = "is given" if _selects(best["choice"]) else "also selects"
@@ -261,7 +261,7 @@ def contender_name(case: Mapping[Any, Any]) -> str:
 def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
     """Return the fastest case at the sparsity nearest to USUAL, short ones inside a chain.
 
-    If some calls select their blocks, it is one of them: those that are given blocks do less.
+    If some calls select their blocks, it is one of them, because the others do less.
     """
     selecting = group[group.choice.map(_selects)]
     group = selecting if len(selecting) else group

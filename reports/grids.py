@@ -50,7 +50,7 @@ NOTHING = "No sparse contender has a time."
 ACROSS = 5  # columns that fit a narrow screen; cells of more columns wrap there
 SHOWN = 4  # problems in the tooltip of a cell
 BLOCKS = "blocks of "
-AXES = {"m": "tokens", "shape": "n × k"}
+AXES = {"m": "tokens", "shape": "n × k"}  # names of columns without units
 
 
 def sentences(findings: Sequence[Finding]) -> list[str]:

@@ -201,8 +201,8 @@ def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> s
 def _in_all_runs(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> str:
     """Return the range of a case's speedup over all verdicts on its GPU: `4.6× to 5.0× in 9 runs`.
 
-    A run that was replaced counts, too. The range is over dense on the same zeros, which runs up to
-    0.4 have alone. Without a verdict the text is `no verdict`.
+    A run that was replaced counts, too. Speedups are over dense on the same zeros, because runs up
+    to version 0.4 have no others. Without a verdict the text is `no verdict`.
     """
     gains = []
     for other in (each for each in runs.values() if each.device == run.device):
@@ -218,6 +218,9 @@ def _in_all_runs(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]
 
 
 def _gains(case: Case, run: PublishedRun) -> list[float]:
-    """Return the speedup of a case in another run; [] if it has no verdict on the case."""
+    """Return the speedup of a case in another run, over dense on the same zeros.
+
+    It is [] if that run has no verdict on the case.
+    """
     same = run.timed[(run.timed[KEYS] == [case[key] for key in KEYS]).all(axis=1)]
     return same.zeros_gain[(same.processes >= FEWEST) & same.zeros_gain.notna()].tolist()

@@ -87,9 +87,10 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 ## Headline
 
 A speedup is over the fastest dense kernel of the contest. The best peer is the fastest kernel of
-others in it. If that is a dense one, at 1.0×, no sparse peer is faster. `measured alone` is `not
-yet` until a run confirms the one of its line. `in all runs` is the range on that kind of GPU, with
-replaced runs, and over dense on the same zeros: runs up to 0.4 have no unpruned weights.
+others in it. If that is a dense one, at 1.0×, no sparse peer is faster. `measured alone` is the
+speedup in a run that confirms the run of the line, and `not yet` if there is none. `in all runs` is
+the range over all runs on that kind of GPU, replaced ones included. It is over dense on the same
+zeros, because runs up to version 0.4 have no unpruned weights.
 
 {headline}
 

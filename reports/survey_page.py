@@ -102,7 +102,7 @@ def _draw_pages(
 def _first(summary: Summary, path: Path) -> Markup:
     verdicts = [case for case in summary.grid.cases if pd.notna(case["low"])]
     held = capital(brackets(case["gain_interval"] for case in verdicts))
-    texts = [summary.key, held, "Hatched: not settled; a look if it has no brackets."]
+    texts = [summary.key, held, "Hatched: not settled", "A speedup without brackets is a look."]
     caption = ". ".join(filter(None, texts))
     address = "{run}/report.html#case-{case_id}".format_map
     drawn = grids.html(summary.grid, address, caption) if summary.grid.rows else NOTHING

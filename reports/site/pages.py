@@ -70,9 +70,9 @@ def pages(
     brief: Mapping[str, str] = MappingProxyType({}),
     current: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of every page except those of runs, claims and comparisons.
+    """Yield the path and the text of every page that shows cards, and of what all pages share.
 
-    `others` are the paths of the other pages, for the sitemap.
+    `others` are the paths of the other pages (claims, comparisons, advice), for the sitemap.
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
@@ -116,8 +116,8 @@ def pages(
     yield "find.js", content("find.js")
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        own = ("runs", "kernels", "find", "glossary", "agreement", "welcome")
-        paths = ["", *(f"{name}.html" for name in own), *others, *(f"{c.address}/" for c in cards)]
+        stems = "runs", "kernels", "find", "glossary", "agreement", "welcome"
+        paths = ["", *(f"{n}.html" for n in stems), *others, *(f"{c.address}/" for c in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
