@@ -26,7 +26,6 @@ from pathlib import Path
 from random import SystemRandom
 
 import torch
-from torch import Tensor
 
 from sparsebench.errors import SparsebenchError
 from sparsebench.formats._format import Format
@@ -314,9 +313,7 @@ class RunningContest:
             answers = self._answers(when)
             if when == BEFORE:
                 self.layers.keep(B)
-        arrays: dict[str, Tensor] = {}
-        for of, expected in answers.items():
-            arrays |= arrays_of_answers(expected, of)
+        arrays = arrays_of_answers(answers)
         self.stages.guard.watch(arrays)
         for entry in self.entries:
             if entry.running:

@@ -18,7 +18,7 @@ The seed of the part comes from the operating system. Then the calls that are in
 are compared with the first output, as a whole (spot_checks.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,14 +69,15 @@ def misfit(expected: Sequence[Expected]) -> str:
     return ""
 
 
-def arrays_of_answers(expected: Sequence[Expected], of: Variant) -> dict[str, Tensor]:
+def arrays_of_answers(answers: Mapping[Variant, Sequence[Expected]]) -> dict[str, Tensor]:
     """Name every array of the right answers, which must not change while contenders run."""
     arrays: dict[str, Tensor | None] = {}
-    for number, right in enumerate(expected):
-        where = f"{of.words}{of_layer(number)}"
-        arrays[f"the expected answer{where}"] = right.reference
-        arrays[f"the expected spread{where}"] = right.spread
-        arrays[f"the expected plain{where}"] = right.plain
+    for of, expected in answers.items():
+        for number, right in enumerate(expected):
+            where = f"{of.words}{of_layer(number)}"
+            arrays[f"the expected answer{where}"] = right.reference
+            arrays[f"the expected spread{where}"] = right.spread
+            arrays[f"the expected plain{where}"] = right.plain
     return {name: array for name, array in arrays.items() if array is not None}
 
 
