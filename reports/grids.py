@@ -126,7 +126,7 @@ def against(lines: pd.DataFrame) -> str:
 def weights(lines: pd.DataFrame) -> str:
     """Say which weights the dense contenders of the gains multiply; "" if none has zeros.
 
-    A contest has no unpruned weights if memory limits it, or if its run is of 0.4 or older.
+    A contest has no unpruned weights if memory limits it. Runs of version 0.4 or older have none.
     """
     over = {*lines.over[multiplies_zeros(lines)]}
     texts = {"original": "with unpruned weights", "pruned": "on the same zeros"}
@@ -198,7 +198,7 @@ def html(
     caption: str | Markup,
     data: Mapping[str, Any] = MappingProxyType({}),
 ) -> Markup:
-    """Return a grid whose cells have the kernel of their largest gain, and lead to it.
+    """Return a grid whose cells name the kernel of their largest gain, and link to its case.
 
     link   the address of a case
     data   attributes of the table, for scripts

@@ -100,6 +100,7 @@ def _draw_pages(
 
 
 def _first(summary: Summary, path: Path) -> Markup:
+    """Return the first screen; `path` is the folder in the commands."""
     verdicts = [case for case in summary.grid.cases if pd.notna(case["low"])]
     held = capital(brackets(case["gain_interval"] for case in verdicts))
     texts = [summary.key, held, "Hatched: not settled", "A speedup without brackets is a look."]

@@ -98,8 +98,8 @@ class ArrayGuard:
 def checksum(array: Tensor, seed: int) -> Tensor:
     """Return an int64 of an array's bits and their places, on its device.
 
-    torch sums int32 in a copy of 64 bits. In pieces, 32 GiB of keys and values take 512 MiB of
-    copies on a GPU, and not 32 GiB.
+    torch sums int32 in a copy of 64 bits, so the words are summed in pieces. Keys of 16 GiB then
+    take a copy of 512 MiB on a GPU, and not one of 32 GiB.
     """
     words, step = _words(array), CHUNK[array.device.type] // COLUMNS
     rows = -(-len(words) // COLUMNS)

@@ -102,7 +102,7 @@ def make_lasting(make: Callable[[], T], device: torch.device) -> T:
 def keep(owner: object) -> None:
     """Keep an object as long as the graph that the current stream is captured into.
 
-    Does nothing outside of a capture. Raises RuntimeError.
+    Does nothing outside of a capture. Raises RuntimeError as `captured_into` does.
     """
     if (target := captured_into()) is None:
         return
@@ -114,7 +114,8 @@ def keep(owner: object) -> None:
 def captured_into() -> tuple[int, int] | None:
     """Return number and address of the graph that the current stream is captured into, or None.
 
-    The number is unique in this process. Raises RuntimeError.
+    The number is unique in this process. Raises RuntimeError if the driver is older than CUDA 12.3,
+    or if it fails.
     """
     if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
         return None

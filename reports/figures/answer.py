@@ -34,7 +34,7 @@ SIDES = {"ours": "Circles: best of ours", "peer": "Triangles: best sparse peer"}
 
 
 def draw(analysis: Analysis) -> Markup:
-    """Draw every view with selectors; all but that of the headline are hidden."""
+    """Draw every view with selectors. That of the headline is first; the others are hidden."""
     case = headline(analysis).get("case")
     views = sorted(analysis.views, key=lambda view: case not in {*view.lines.case_id})
     if not views:
