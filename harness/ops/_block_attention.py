@@ -191,8 +191,8 @@ def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
     cells, each_key = cells_of(mask, fields), torch.arange(context, device=mask.device)
     lists, sparse, full = cells.shape[1], bool(cells.float().mean() <= SPARSE), bool(cells.all())
     ahead = context - m if fields["causal"] else context  # query q sees keys up to q + ahead
-    most = max(ROWS, m // STEPS) if fields["causal"] else m
-    most = min(ROWS if sparse else most, ELEMENTS[mask.device.type] // context)
+    most = ROWS if sparse else max(ROWS, m // STEPS) if fields["causal"] else m + b_q
+    most = min(most, ELEMENTS[mask.device.type] // context)  # and rounded down to whole blocks
     step = max(1, most // b_q) * b_q
 
     def columns(head: int) -> slice:

@@ -104,6 +104,14 @@ def test_the_gradients_are_those_of_autograd(fields: dict[str, Any]) -> None:
     assert torch.equal(empty, ~mask.expand(p["heads"]).any(-1).view(empty.shape))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("m", [45, 48])
+def test_a_head_of_few_queries_is_one_part(m: int, causal: bool) -> None:
+    p = problem(m=m, block=[16, 8], causal=causal)
+    mask = torch.ones(2 * 4 * 3, 7)
+    assert [part.row[1] for part in _block_attention.parts(mask, p.fields)] == [slice(0, m)] * 8
+
+
 def test_work_is_counted_by_elements_and_dense_work_without_the_mask() -> None:
     p, op = problem(causal=True), load_op("attention")
     cells = torch.ones(2 * 4 * 5, 7)
