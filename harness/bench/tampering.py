@@ -98,8 +98,9 @@ class ArrayGuard:
 def checksum(array: Tensor, seed: int) -> Tensor:
     """Return an int64 of an array's bits and their places, on its device.
 
-    torch sums int32 in a copy of 64 bits, so the words are summed in pieces. Keys of 16 GiB then
-    take a copy of 512 MiB on a GPU, and not one of 32 GiB.
+    Adding d to two opposite corners of a rectangle of the table, and -d to the other two, does not
+    change it. torch sums int32 in a copy of 64 bits, so the words are summed in pieces. Keys of
+    16 GiB then take a copy of 512 MiB on a GPU, and not one of 32 GiB.
     """
     words, step = _words(array), CHUNK[array.device.type] // COLUMNS
     rows = -(-len(words) // COLUMNS)
