@@ -20,7 +20,7 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
-	@echo "$$(date +%H:%M): about 9 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 8 minutes on two idle cores"
 	$(PYTEST) -m "not exhaustive and not browser"
 
 # Also run the exhaustive tests, of which `make test` has a sample, and those in a browser, if there is one.
