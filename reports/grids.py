@@ -126,7 +126,7 @@ def against(lines: pd.DataFrame) -> str:
 def weights(lines: pd.DataFrame) -> str:
     """Say which weights the dense contenders of the gains multiply; "" if none has zeros.
 
-    A contest has no unpruned weights if memory limits it. Runs of version 0.4 or older have none.
+    A contest has no unpruned weights if memory limits it, or if its run is an older one.
     """
     over = {*lines.over[multiplies_zeros(lines)]}
     texts = {"original": "with unpruned weights", "pruned": "on the same zeros"}

@@ -201,8 +201,8 @@ def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> s
 def _in_all_runs(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> str:
     """Return the range of a case's speedup over all verdicts on its GPU: `4.6× to 5.0× in 9 runs`.
 
-    A run that was replaced counts, too. Speedups are over dense on the same zeros, because runs up
-    to version 0.4 have no others. Without a verdict the text is `no verdict`.
+    A run that was replaced counts, too. Speedups are over dense on the same zeros, because older
+    runs have no others. Without a verdict the text is `no verdict`.
     """
     gains = []
     for other in (each for each in runs.values() if each.device == run.device):

@@ -90,7 +90,7 @@ A speedup is over the fastest dense kernel of the contest. The best peer is the 
 others in it. If that is a dense one, at 1.0×, no sparse peer is faster. `measured alone` is the
 speedup in a run that confirms the run of the line, and `not yet` if there is none. `in all runs` is
 the range over all runs on that kind of GPU, replaced ones included. It is over dense on the same
-zeros, because runs up to version 0.4 have no unpruned weights.
+zeros, because older runs have no unpruned weights.
 
 {headline}
 
