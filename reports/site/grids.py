@@ -124,8 +124,8 @@ def that_count(sparse: pd.DataFrame) -> pd.DataFrame:
     return best[best.verdict | ~best.groupby(["row", "level"]).verdict.transform("any")]
 
 
-def beside(every: pd.DataFrame, gpu: str) -> list[tuple[str, str, str]]:
-    """Return the head, the finding and the run of each op of BESIDE that a GPU measured.
+def beside(every: pd.DataFrame) -> dict[str, list[tuple[str, str, str]]]:
+    """Return the head, the finding and the run of each op of BESIDE that was measured, by GPU.
 
     Of its runs, verdicts come first, then the one with the most cells that another GPU has too, so
     that GPUs show the same problems; then the one with the most cells, the most processes, the
@@ -134,20 +134,18 @@ def beside(every: pd.DataFrame, gpu: str) -> list[tuple[str, str, str]]:
     cell = ["problem_id", "row"]
     sparse = every[(every.side != "dense") & every.gain.notna()]
     sparse = sparse.assign(shared=sparse.groupby(cell).gpu.transform("nunique") > 1)
-    texts = []
+    texts: dict[str, list[tuple[str, str, str]]] = {}
     for op, head in BESIDE.items():
-        of_op = sparse[(sparse.op == op) & (sparse.gpu == gpu)]
-        if of_op.empty:
-            continue
-        runs = of_op.drop_duplicates(["run", *cell]).assign(cells=1).groupby("run")
-        ranks = {"verdict": "max", "shared": "sum", "cells": "sum"}
-        ranks |= {"processes": "max", "day": "max"}
-        run = runs.agg(ranks).sort_values([*ranks]).index[-1]
-        of_run = of_op[of_op.run == run]
-        shown = grid(of_run, "level" if of_run.level.nunique() > 1 else "m")
-        finding = " ".join(grids.sentences(findings(shown)))
-        about = grids.about(of_run, PROBLEM)
-        texts.append((head, f"{finding} Measured: {about}.", str(run)))
+        for gpu, of_op in sparse[sparse.op == op].groupby("gpu"):
+            runs = of_op.drop_duplicates(["run", *cell]).assign(cells=1).groupby("run")
+            ranks = {"verdict": "max", "shared": "sum", "cells": "sum"}
+            ranks |= {"processes": "max", "day": "max"}
+            run = runs.agg(ranks).sort_values([*ranks]).index[-1]
+            of_run = of_op[of_op.run == run]
+            shown = grid(of_run, "level" if of_run.level.nunique() > 1 else "m")
+            finding = " ".join(grids.sentences(findings(shown)))
+            text = f"{finding} Measured: {grids.about(of_run, PROBLEM)}."
+            texts.setdefault(str(gpu), []).append((head, text, str(run)))
     return texts
 
 

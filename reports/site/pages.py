@@ -215,7 +215,7 @@ def _welcome(cards: Sequence[Card], site: Site) -> str:
 
 def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:
     """Return the GPUs of the first page with their grids; the one with the most runs is first."""
-    by_address = {card.address: card for card in cards}
+    by_address, beside = {card.address: card for card in cards}, grids.beside(every)
     gpus = []
     for gpu, of_gpu in every.groupby("gpu", sort=False):
         drawn = grids.site_grids(of_gpu, each_shape=True)
@@ -224,7 +224,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
             for each in drawn
         ]
         facts = {"name": str(gpu), "runs": of_gpu.run.nunique(), "views": views}
-        facts |= {"beside": grids.beside(every, str(gpu))}
+        facts |= {"beside": beside.get(str(gpu), [])}
         whole = [i for i, each in enumerate(drawn) if each.shape == EVERY]
         facts |= {"front": views[whole[-1]]} if whole else {}
         gpus += [facts] if drawn else []

@@ -175,7 +175,7 @@ def test_models_and_attention_have_findings_beside_the_grids() -> None:
     both = joined(lines(("BSR", 1.9), **step), lines(("mask", 6.0), **mask))
     newer = joined(both, lines(("mask", 2.0), **{**mask, "processes": 3, "run": "newer"}))
     for table in (both, newer):
-        model, attention = beside(table, "GPU")
+        model, attention = beside(table)["GPU"]
         assert model[0::2] == ("Model, decoding", "steps")
         assert attention[0::2] == ("Attention", "mask")
         assert "up to 6.00× [5.99, 6.01]" in attention[1]
@@ -186,10 +186,10 @@ def test_of_the_runs_of_a_model_the_one_that_another_gpu_has_too_stands_beside_t
     shared = [lines(("BSR", 1.9), **step, run="a", m=m) for m in (1, 16)]
     more = [lines(("2:4", 1.2), **step, run="b", m=m, processes=9) for m in (2, 3, 4)]
     alone = joined(*shared, *more)
-    assert [run for *_, run in beside(alone, "GPU")] == ["b"]
+    assert [run for *_, run in beside(alone)["GPU"]] == ["b"]
     both = joined(alone, *(each.assign(gpu="another", run="c") for each in shared))
-    assert [run for *_, run in beside(both, "GPU")] == ["a"]
-    assert [run for *_, run in beside(both, "another")] == ["c"]
+    assert [run for *_, run in beside(both)["GPU"]] == ["a"]
+    assert [run for *_, run in beside(both)["another"]] == ["c"]
 
 
 def survey_lines(*gains: tuple[float, bool]) -> pd.DataFrame:
