@@ -17,15 +17,8 @@ from sparsebench.kernels.attention import (
     attention_selected,
     attention_selected_backward,
 )
-from sparsebench.kernels.attention._selecting import (
-    MOST_BLOCKS,
-    _select_launch,
-    means,
-    select,
-)
-from sparsebench.kernels.attention._shared_plans import (
-    SharedPlans,
-)
+from sparsebench.kernels.attention._selecting import MOST_BLOCKS, _select_launch, means, select
+from sparsebench.kernels.attention._shared_plans import SharedPlans
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.kernels.attention.cases import (

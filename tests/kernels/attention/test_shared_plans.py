@@ -118,8 +118,8 @@ def test_plans_of_elements_have_the_lists_of_those_that_were_loaded_last(
 
 
 def test_plans_that_were_not_used_make_room(monkeypatch) -> None:
-    kept: Any = OrderedDict()
-    monkeypatch.setattr(_shared_plans, "_PLANS", kept)
+    store: Any = OrderedDict()
+    monkeypatch.setattr(_shared_plans, "_PLANS", store)
     monkeypatch.setattr(_shared_plans, "MOST_PLANS", 3)
     monkeypatch.setattr(_shared_plans, "MOST_BYTES", 2 * 64 * 64 // 8)
 
@@ -127,7 +127,7 @@ def test_plans_that_were_not_used_make_room(monkeypatch) -> None:
         for keys in used:
             sizes = Sizes.of_elements(torch.ones(1, 1, 64, keys).bool(), (16, 16))
             shared_plans_of(sizes, lambda first: first)  # type: ignore[arg-type, return-value]
-        return [key[0].tokens[1] for key in kept]
+        return [key[0].tokens[1] for key in store]
 
     assert lengths(16, 32, 16) == [32, 16]
     assert lengths(48) == [32, 16, 48]
