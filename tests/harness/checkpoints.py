@@ -38,7 +38,7 @@ def half(weight: Tensor) -> Tensor:
     return weight.where(torch.rand(weight.shape) < 0.5, 0.0)
 
 
-def packed(name: str, weight: Tensor, form: str, old: bool = False) -> dict[str, Tensor]:
+def pack(name: str, weight: Tensor, form: str, old: bool = False) -> dict[str, Tensor]:
     bits = bits_of(weight)
     if form == TWO_FOUR:  # the two of largest absolute value, as torch ranks them
         order = (bits if weight.itemsize == 1 else weight).view(-1, 4).abs().topk(2, 1).indices
@@ -90,7 +90,7 @@ def write(
                 tensors[f"{name}.weight_scale"] = scale
                 tensors[f"{name}.input_scale"] = torch.ones(1)
             tensors |= (
-                {f"{name}.weight": weight} if form == "dense" else packed(name, weight, form, old)
+                {f"{name}.weight": weight} if form == "dense" else pack(name, weight, form, old)
             )
     model.save_pretrained(path)
     tokenizer().save_pretrained(path)
@@ -112,12 +112,12 @@ def write(
     return model
 
 
-def loaded(path: Path) -> Any:
+def load_model(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
 def write_experts(path: Path, kind: str, form: str, **fields: Any) -> None:
-    """Write a mixture whose weights of layers are 2:4, expert by expert, in a form of `packed`."""
+    """Write a mixture whose weights of layers are 2:4, expert by expert, in a form of `pack`."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     more = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = getattr(transformers, f"{kind}Config")(**sizes | more | fields)
@@ -132,7 +132,7 @@ def write_experts(path: Path, kind: str, form: str, **fields: Any) -> None:
         elif form == "dense":
             tensors[name] = two_four(weight)
         else:
-            tensors |= packed(name.removesuffix(".weight"), two_four(weight), form)
+            tensors |= pack(name.removesuffix(".weight"), two_four(weight), form)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     if form != "dense":
         content = json.loads((path / "config.json").read_text())

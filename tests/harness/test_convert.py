@@ -26,8 +26,8 @@ from tests.harness.checkpoints import (
     IDS,
     TWO_FOUR,
     UP,
-    loaded,
-    packed,
+    load_model,
+    pack,
     two_four,
     write,
     write_experts,
@@ -61,7 +61,7 @@ def test_a_converted_model_computes_what_its_dense_weights_do(options, layers, t
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == layers
     assert written.dense == {HEADS: DenseWeights(1, 300 * 64, "lm_head")}
-    restored = loaded(tmp_path / "new")
+    restored = load_model(tmp_path / "new")
     counts = [type(m).__name__ for _, m in restored.named_modules() if type(m).__name__ in layers]
     within = counts.count("SpenseGatedMLP") * 2  # gate_up and down
     assert len(counts) == sum(layers.values()) + within
@@ -70,7 +70,7 @@ def test_a_converted_model_computes_what_its_dense_weights_do(options, layers, t
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "new")("so")["input_ids"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
     restored.save_pretrained(tmp_path / "again")
-    assert torch.equal(loaded(tmp_path / "again")(IDS).logits, model(IDS).logits)
+    assert torch.equal(load_model(tmp_path / "again")(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("form", [TWO_FOUR, "dense"])
@@ -80,7 +80,7 @@ def test_fp8_weights_keep_their_values_and_scales(form, scales, tmp_path):
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == {"SpenseLinear": 14}
     assert written.unused == {"input_scale": 14}
-    restored = loaded(tmp_path / "new")
+    restored = load_model(tmp_path / "new")
     for name, layer in restored.named_modules():
         if isinstance(layer, SpenseLinear):
             assert layer.dtype == E4M3
@@ -90,7 +90,7 @@ def test_fp8_weights_keep_their_values_and_scales(form, scales, tmp_path):
     error = (logits - expected).norm() / expected.norm()
     assert error < 0.05  # activations are rounded to e4m3
     convert(tmp_path / "old", tmp_path / "16", BF16)
-    assert torch.equal(loaded(tmp_path / "16")(IDS).logits, expected)
+    assert torch.equal(load_model(tmp_path / "16")(IDS).logits, expected)
 
 
 def test_integers_and_32_bits_are_converted_with_a_dtype(tmp_path):
@@ -107,7 +107,7 @@ def test_integers_and_32_bits_are_converted_with_a_dtype(tmp_path):
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("new")]
         written = convert(tmp_path / name, tmp_path / f"{name}-16", BF16)
         assert sum(written.layers.values()) in (10, 14)
-        assert loaded(tmp_path / f"{name}-16").dtype == BF16
+        assert load_model(tmp_path / f"{name}-16").dtype == BF16
 
 
 def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
@@ -117,7 +117,7 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
             del tensors[f"{UP}.{part}"]
         tensors[f"{UP}.weight"] = torch.randn(256, 64, dtype=BF16)
         table = two_four(tensors.pop("model.embed_tokens.weight"))
-        tensors.update(packed("model.embed_tokens", table, TWO_FOUR))
+        tensors.update(pack("model.embed_tokens", table, TWO_FOUR))
 
     write(tmp_path / "old", TWO_FOUR, change=change)
     written = convert(tmp_path / "old", tmp_path / "new")
@@ -125,7 +125,7 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     dense = {reason: weights.first for reason, weights in written.dense.items()}
     embedding = {"compressed weights outside of linear layers": "model.embed_tokens"}
     assert dense == {"linear layers without 2:4": UP, HEADS: "lm_head"} | embedding
-    restored = loaded(tmp_path / "new")
+    restored = load_model(tmp_path / "new")
     assert type(restored.get_submodule(UP)) is nn.Linear
     assert restored(IDS).logits.isfinite().all()
 
@@ -140,13 +140,13 @@ QWEN = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 96
 def test_experts_become_one_layer(kind, fields, form, tmp_path):
     """Twelve of them, because names sort 10 before 2."""
     write_experts(tmp_path / "dense", kind, "dense", **fields)
-    expected = loaded(tmp_path / "dense")
+    expected = load_model(tmp_path / "dense")
     if form != "dense":
         write_experts(tmp_path / "old", kind, form, **fields)
     written = convert(tmp_path / ("dense" if form == "dense" else "old"), tmp_path / "new")
     assert written.layers == {"SparseExperts": 2, "SpenseLinear": 8}
     assert set(written.dense) == {HEADS, f"{kind}TopKRouter"}
-    restored = loaded(tmp_path / "new")
+    restored = load_model(tmp_path / "new")
     for old, new in zip(expected.model.layers, restored.model.layers, strict=True):
         gate_up, down = new.mlp.experts.to_dense()
         assert torch.equal(gate_up, old.mlp.experts.gate_up_proj)
@@ -173,17 +173,17 @@ def test_experts_that_are_not_two_four_stay_dense_and_are_counted(tmp_path):
     shared = {"MixtralExperts, whose experts share one tensor": experts}
     head = DenseWeights(1, 300 * 128, "lm_head")
     assert written.dense == {HEADS: head, "MixtralTopKRouter": router} | shared
-    stored = loaded(tmp_path / "new").model.layers[1].mlp.experts.down_proj
+    stored = load_model(tmp_path / "new").model.layers[1].mlp.experts.down_proj
     assert torch.equal(stored[3], state[down])
 
 
 def test_experts_in_a_size_that_no_kernel_has_stay_dense(tmp_path):
     fields = {"num_local_experts": 2, "intermediate_size": 112, "num_hidden_layers": 1}
     write_experts(tmp_path / "old", "Mixtral", "dense", **fields)
-    expected = loaded(tmp_path / "old")(IDS).logits
+    expected = load_model(tmp_path / "old")(IDS).logits
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == {"SpenseLinear": 4}
-    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, expected)
+    assert torch.equal(load_model(tmp_path / "new")(IDS).logits, expected)
 
 
 def test_shards_are_read_and_written(tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_shards_are_read_and_written(tmp_path, monkeypatch):
     written = convert(tmp_path / "old", tmp_path / "new")
     assert len([*(tmp_path / "new").glob("model-0*-of-0*.safetensors")]) > 2
     assert (written.before, written.after) > (0, 0)
-    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
+    assert torch.equal(load_model(tmp_path / "new")(IDS).logits, model(IDS).logits)
     places["x"] = "../../secret.safetensors"
     index.write_text(json.dumps({"weight_map": places}))
     with pytest.raises(SuiteError, match="beside it"):
@@ -237,7 +237,7 @@ def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, mon
         for command in re.findall("^sparsebench (.*)", block, re.MULTILINE):
             output(*command.split(), "--device", "cpu")
     for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
-        kinds = {type(module) for module in loaded(Path(folder)).modules()}
+        kinds = {type(module) for module in load_model(Path(folder)).modules()}
         assert SpenseGatedMLP in kinds
     weight = torch.randn(64, 64, dtype=BF16) * torch.tensor([1, 0, 0, 1]).repeat(16)
     assert SpenseLinear.from_dense(weight, dtype=E4M3)(weight).dtype == BF16

@@ -113,7 +113,7 @@ def random_mask(
     return BlockMask.from_elements(elements & wide, [*sides])
 
 
-def selected(case: Case, seed: int, keys: Tensor | None = None, keep: int = 2) -> BlockMask:
+def selection_mask(case: Case, seed: int, keys: Tensor | None = None, keep: int = 2) -> BlockMask:
     """Return a mask with an empty row, and one with fewer blocks than places."""
     tokens, block = case.tokens, case.block if isinstance(case.block, tuple) else (case.block,) * 2
     grid = [-(-size // side) for size, side in zip(tokens, block, strict=True)]

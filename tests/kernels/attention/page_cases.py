@@ -76,7 +76,7 @@ def cache(
     return result
 
 
-def selected(c: Cache, keep: int | None, first: int = 1, last: int = 1) -> list[list[list[int]]]:
+def places_of(c: Cache, keep: int | None, first: int = 1, last: int = 1) -> list[list[list[int]]]:
     """Return the places of the table that each sequence and KV head attends to."""
     page, kv_heads, result = c.k.shape[1], c.k.shape[2], []
     q, summaries = (x.double().cpu() for x in (c.q, c.summaries))

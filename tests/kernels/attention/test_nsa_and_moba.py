@@ -26,12 +26,12 @@ from tests.kernels.attention.token_cases import (
     USED,
     TokenCase,
     best,
+    block_means,
     gates,
     moba_of,
     nsa_of,
-    pooled,
-    seen,
     softmax_over,
+    visible_blocks,
 )
 from tests.tools.marks import crossed
 
@@ -270,7 +270,10 @@ def test_nsa_and_moba_are_right_on_a_gpu(sizes) -> None:
     gated = score_blocks(q, k, block).cpu()
     right_scores = moba_of(*operands[:2], block)
     torch.testing.assert_close(
-        gated.double()[..., seen(case)], right_scores[..., seen(case)], atol=1e-1, rtol=1e-2
+        gated.double()[..., visible_blocks(case)],
+        right_scores[..., visible_blocks(case)],
+        atol=1e-1,
+        rtol=1e-2,
     )
     mask = BlockMask.from_scores(gated, keep, **OF_MOBA, **options)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -299,7 +302,7 @@ def test_gradients_of_nsa_are_right_on_a_gpu(sizes) -> None:
     complete = (torch.arange(scores.shape[3]) + 1) * block <= query + 1
     window = torch.ones(s, s, dtype=torch.bool).tril().triu(-99)
     allowed = [x.expand(1, heads, -1, -1).cuda() for x in (complete, mask.expand(heads), window)]
-    means = [exact[0], *(pooled(x, block) for x in exact[1:3])]
+    means = [exact[0], *(block_means(x, block) for x in exact[1:3])]
     operands = means, exact[:3], exact[:3]
     branches = [softmax_over(*x, at, 128**-0.5) for x, at in zip(operands, allowed, strict=True)]
     right = sum(g[..., None] * o for g, o in zip(exact[3:], branches, strict=True))

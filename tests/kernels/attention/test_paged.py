@@ -26,7 +26,7 @@ from sparsebench.results.record import Problem
 from tests.compiling.nvcc import ampere, hopper
 from tests.compiling.triton_kernels import complaint_about_launch
 from tests.kernels.attention.cases import DEVICE, Case, flat, gradients, moved
-from tests.kernels.attention.page_cases import BOUNDS, MEANS, assert_right, cache, selected
+from tests.kernels.attention.page_cases import BOUNDS, MEANS, assert_right, cache, places_of
 from tests.kernels.contract import refusal
 
 EDGES = [0, 1, 15, 16, 17, 33, 95, 96]  # lengths beside the edges of pages of 16
@@ -73,7 +73,7 @@ def test_each_kv_head_attends_to_its_best_pages(
     c = cache(lengths, page=page, heads=heads, d=d, dtype=dtype, kinds=kinds, by_head=by_head)
     summaries = None if keep is None else c.summaries
     o = decode_attention(*c.operands, summaries, keep=keep)
-    assert_right(c, o, selected(c, keep), dtype)
+    assert_right(c, o, places_of(c, keep), dtype)
     assert not o[0].any()
 
 
@@ -82,7 +82,7 @@ def test_each_kv_head_attends_to_its_best_pages(
 @pytest.mark.parametrize("keys", [16, 64])
 def test_splits_are_merged_and_counters_return_to_zero(keep, keys: int) -> None:
     c = cache([90, 0, 17], heads=(4, 1))
-    places = selected(c, keep)
+    places = places_of(c, keep)
     columns = select_pages(c.operands, c.summaries, keep, 1, 1) if keep else None
     for _ in range(2):
         o = attend(c.operands, columns, 32**-0.5, Config(keys, 5, 2, 4))
@@ -100,7 +100,7 @@ def test_entries_outside_of_the_pool_are_absent() -> None:
     summarize_pages(c.summaries, c.k, c.table, c.lengths)
     for keep in (2, 3, None):
         o = decode_attention(*c.operands, None if keep is None else c.summaries, keep=keep)
-        assert_right(c, o, selected(c, keep), "fp32")
+        assert_right(c, o, places_of(c, keep), "fp32")
         assert not o[1].any()
 
 
@@ -109,7 +109,7 @@ def test_a_page_whose_summary_is_nan_is_selected_only_at_the_ends() -> None:
     c = cache([96, 80])
     c.summaries[c.table[:, [0, 2, 4]].long()] = torch.nan
     c.summaries[c.table[0, 3].long(), 0, 0, 0] = torch.nan  # of one KV head
-    places = selected(c, 4)
+    places = places_of(c, 4)
     assert places[0][0] == [0, 1, 5]
     assert places[1][0] == [0, 1, 3, 4]
     assert_right(c, decode_attention(*c.operands, c.summaries, keep=4), places, "fp32")
@@ -149,9 +149,9 @@ def test_scores_bound_every_product_of_their_page() -> None:
 def test_as_few_pages_as_are_forced_and_more_than_there_are(keep: int) -> None:
     c = cache([95, 33, 1])
     o = decode_attention(*c.operands, c.summaries, keep=keep)
-    assert_right(c, o, selected(c, keep), "fp32")
+    assert_right(c, o, places_of(c, keep), "fp32")
     o = decode_attention(*c.operands, c.summaries, keep=keep, first=0, last=0)
-    assert_right(c, o, selected(c, keep, 0, 0), "fp32")
+    assert_right(c, o, places_of(c, keep, 0, 0), "fp32")
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -333,7 +333,7 @@ def test_each_kv_head_attends_to_its_best_pages_on_a_gpu(page, kinds, by_head) -
     c = cache(lengths, **{**GPU, "page": page}, kinds=kinds, by_head=by_head)
     for keep in (6, None):
         o = decode_attention(*c.operands, None if keep is None else c.summaries, keep=keep)
-        places = selected(c, keep)
+        places = places_of(c, keep)
         if keep is not None:  # bf16 scores may be nearly equal, so take the device's own choice
             columns = select_pages(c.operands, c.summaries, keep, 1, 1).view(8, 8, -1)
             chosen = [[[x for x in row if x >= 0] for row in lists] for lists in columns.tolist()]
@@ -362,7 +362,7 @@ def test_a_graph_replays_with_other_lengths_tables_and_keys_on_a_gpu() -> None:
         c.table[3, 1] = len(c.k) + seed
         graph.replay()
         assert torch.equal(o, decode_attention(*c.operands, c.summaries, keep=6))
-        assert_right(c, whole, selected(c, None), "bf16")
+        assert_right(c, whole, places_of(c, None), "bf16")
         if seed == 0:
             assert not o[0].any()
 

@@ -30,7 +30,7 @@ from tests.kernels.attention.cases import (
     gradients,
     moved,
     scores_of,
-    selected,
+    selection_mask,
     sides_of,
     with_places,
 )
@@ -167,7 +167,10 @@ def check_gradients_of_other_columns(case: Case, monkeypatch, error: float) -> N
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = launch.run()
     keep = int(mask.counts.max())
-    for other in (with_places(mask, keep), *(selected(case, seed, keep=keep) for seed in range(2))):
+    for other in (
+        with_places(mask, keep),
+        *(selection_mask(case, seed, keep=keep) for seed in range(2)),
+    ):
         o, lse, gradient = gradients(inputs, other)
         sources[-1].copy_(other.columns)
         activations["o"].copy_(flat(o))

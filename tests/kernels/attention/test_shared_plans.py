@@ -38,7 +38,7 @@ from tests.kernels.attention.cases import (
     gradients,
     moved,
     scores_of,
-    selected,
+    selection_mask,
 )
 
 
@@ -47,7 +47,7 @@ from tests.kernels.attention.cases import (
 def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None:
     programs: list[BoundKernel] = []
     monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
-    mask = selected(Case((4096, 4096), 64, (8, 8), causal=True), 0)
+    mask = selection_mask(Case((4096, 4096), 64, (8, 8), causal=True), 0)
     for has_bits in (False, True):
         make_shared_plans(Sizes.of(mask)._replace(has_bits=has_bits), in_triton)
     for queries, dtype in ((1000, torch.bool), (1, torch.float16)):
@@ -201,7 +201,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_computes_every_mask_of_its_sizes(case: Case, op: Any) -> None:
     plans, call, inputs = (
-        make_shared_plans(Sizes.of(moved(selected(case, 0))), in_triton),
+        make_shared_plans(Sizes.of(moved(selection_mask(case, 0))), in_triton),
         case.call(op),
         case.operands(),
     )
@@ -209,7 +209,7 @@ def test_a_plan_computes_every_mask_of_its_sizes(case: Case, op: Any) -> None:
     engine = plans.operator.engines[backward]
     product = next(engine.candidates(plans.operator.weight(call), call)).plan()
     for seed in range(2):
-        mask = selected(case, seed)
+        mask = selection_mask(case, seed)
         o, lse, gradient = gradients(inputs, mask)
         q, k, v, do = (moved(flat(x)) for x in inputs)
         rest = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
@@ -229,7 +229,7 @@ def test_a_plan_leaves_out_the_keys_that_its_mask_does(op: Any) -> None:
     for seed in range(2):
         keys = torch.rand(90, generator=torch.Generator().manual_seed(seed)) < 0.7
         keys[32:64] = True  # a whole block
-        mask = moved(selected(case, seed, keys))
+        mask = moved(selection_mask(case, seed, keys))
         if plans is None:
             plans = make_shared_plans(Sizes.of(mask), in_triton)
             engine = plans.operator.engines[backward]

@@ -35,7 +35,13 @@ from tests.kernels.attention.cases import (
     with_more_behind,
     with_places,
 )
-from tests.kernels.attention.token_cases import TokenCase, moba_of, nsa_of, seen, softmax_over
+from tests.kernels.attention.token_cases import (
+    TokenCase,
+    moba_of,
+    nsa_of,
+    softmax_over,
+    visible_blocks,
+)
 
 MASKS: list[dict[str, Any]] = [
     {"tokens": (70, 200), "block": (1, 16), "lists": 2, "causal": True},
@@ -110,7 +116,7 @@ def test_nsa_scores_blocks_by_its_compressed_branch(case: TokenCase, biased: boo
     torch.testing.assert_close(actual.cpu().double(), o, **close)
     right = right if bias is None else right + bias
     torch.testing.assert_close(
-        scores.cpu().double()[..., seen(case)], right[..., seen(case)], **close
+        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
     )
 
 
@@ -127,7 +133,7 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
     )
     right = right if bias is None else right + bias
     torch.testing.assert_close(
-        scores.cpu().double()[..., seen(case)], right[..., seen(case)], **close
+        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
     )
 
 

@@ -27,14 +27,14 @@ class TokenCase(NamedTuple):
         return [torch.randn(size, generator=draw).to(self.dtype) for size in sizes]
 
 
-def pooled(x: Tensor, block: int) -> Tensor:
+def block_means(x: Tensor, block: int) -> Tensor:
     """Return the mean of each block of tokens, of those that there are [batch, n, heads, D]."""
     return torch.stack([part.mean(1) for part in x.double().split(block, 1)], 1).to(x.dtype)
 
 
 def nsa_of(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return O of the compressed branch and the scores in fp64, one query at a time."""
-    keys, values = (pooled(x, block).double() for x in (k, v))
+    keys, values = (block_means(x, block).double() for x in (k, v))
     (batch, s, heads, _), groups = q.shape, k.shape[2]
     o = q.new_zeros(q.shape, dtype=torch.float64)
     scores = o.new_zeros(batch, groups, s, keys.shape[1])
@@ -49,11 +49,11 @@ def nsa_of(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> tuple[T
 
 def moba_of(q: Tensor, k: Tensor, block: int) -> Tensor:
     """Return the scores in fp64."""
-    keys = pooled(k, block).double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    keys = block_means(k, block).double().repeat_interleave(q.shape[2] // k.shape[2], 2)
     return torch.einsum("bshd,bnhd->bhsn", q.double(), keys)
 
 
-def seen(case: TokenCase) -> Tensor:
+def visible_blocks(case: TokenCase) -> Tensor:
     """Return which blocks each query sees, bool [queries, n]."""
     first = torch.arange(0, case.keys, case.block)
     return first <= (torch.arange(case.queries) + case.keys - case.queries)[:, None]
@@ -74,7 +74,7 @@ def best(scores: Tensor, case: TokenCase, first: int, last: int) -> Tensor:
     The definition, one row at a time: forced blocks, then the highest scores, lower blocks first.
     """
     allowed = torch.zeros(*scores.shape[:3], case.keys, dtype=torch.bool)
-    visible = seen(case).sum(1).tolist()
+    visible = visible_blocks(case).sum(1).tolist()
     for row in [
         (b, h, t)
         for b in range(case.batch)

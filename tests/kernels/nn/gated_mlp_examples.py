@@ -18,7 +18,7 @@ OP = load_op("ffn_step")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def drawn(
+def draw(
     m: int,
     n: int,
     k: int,

@@ -17,7 +17,7 @@ from tests.kernels.nn.gated_mlp_examples import (
     assert_nan_as_in_dense,
     assert_near,
     dense_step,
-    drawn,
+    draw,
     step,
     units_on,
 )
@@ -31,7 +31,7 @@ from tests.tools.marks import crossed, sampled
 )
 def test_results_and_the_count_are_those_of_dense_layers(case, activation, sparse):
     m, n, k, slots, rarity = case
-    mlp, x = drawn(m, n, k, slots, rarity=rarity, activation=activation)
+    mlp, x = draw(m, n, k, slots, rarity=rarity, activation=activation)
     mlp.sparse = sparse
     for share in (0.0, 0.5):
         assert_near(step(mlp, x, share), dense_step(mlp, x, share), 1e-5)
@@ -42,7 +42,7 @@ def test_results_and_the_count_are_those_of_dense_layers(case, activation, spars
 
 
 def test_a_loss_of_only_the_l1_term_has_a_gradient():
-    mlp, x = drawn(12, 40, 16, 8)
+    mlp, x = draw(12, 40, 16, 8)
     twin = Dense(mlp, torch.float64)
     results, expected = (
         torch.autograd.grad(each(t, l1=True)[1], [*each.parameters()], materialize_grads=True)
@@ -53,7 +53,7 @@ def test_a_loss_of_only_the_l1_term_has_a_gradient():
 
 
 def test_a_state_dict_of_three_linear_layers_loads_and_one_without_down_is_refused():
-    mlp, x = drawn(7, 40, 16, 8)
+    mlp, x = draw(7, 40, 16, 8)
     assert {w.shape for w in mlp.state_dict().values()} == {(40, 16)}
     assert torch.equal(mlp.down.weight, mlp.down.weight_t.t())
     for assign in (False, True):
@@ -69,7 +69,7 @@ def test_a_state_dict_of_three_linear_layers_loads_and_one_without_down_is_refus
 
 
 def test_weights_gradients_and_optimizer_states_are_contiguous():
-    mlp, x = drawn(7, 40, 16, 8)
+    mlp, x = draw(7, 40, 16, 8)
     mlp(x).sum().backward()
     optimizer = torch.optim.AdamW(mlp.parameters())
     optimizer.step()
@@ -90,7 +90,7 @@ def test_down_is_initialized_like_nn_linear():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autocast_equals_dense_layers(dtype):
-    mlp, x = drawn(9, 40, 16, 8, dtype=dtype)
+    mlp, x = draw(9, 40, 16, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         results, expected = mlp(x), Dense(mlp)(x)
     assert results.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
@@ -101,7 +101,7 @@ def test_autocast_equals_dense_layers(dtype):
 
 
 def test_a_layer_with_sparse_false_stores_what_dense_layers_store():
-    mlp, x = drawn(64, 40, 16, 8)
+    mlp, x = draw(64, 40, 16, 8)
     mlp.sparse = False
 
     def stored(layer: nn.Module) -> int:
@@ -132,7 +132,7 @@ def test_a_layer_adapts_to_what_is_faster(active, slots, sparse):
 
 
 def test_a_layer_adapts_again_as_units_become_inactive():
-    mlp, x = drawn(30, 512, 16, 8, rarity=0.5)
+    mlp, x = draw(30, 512, 16, 8, rarity=0.5)
     mlp(x)
     assert not mlp.adapt()
     few = x.clone()
@@ -145,7 +145,7 @@ def test_a_layer_adapts_again_as_units_become_inactive():
 
 
 def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    mlp, x = drawn(6, 24, 16, 5, dtype=dtype)
+    mlp, x = draw(6, 24, 16, 5, dtype=dtype)
     x[:, 1:] += 0.01 * torch.randn(6, 15)  # away from kinks and zero gates
     weights = mlp.gate.weight, mlp.up.weight, mlp.down.weight_t
     return [t.detach().clone().contiguous().requires_grad_() for t in (x, *weights)]
@@ -163,7 +163,7 @@ def test_the_operators_pass_opcheck(slots):
 
 
 def test_the_layer_compiles_into_one_graph_for_any_number_of_tokens():
-    mlp, x = drawn(12, 40, 16, 8)
+    mlp, x = draw(12, 40, 16, 8)
     compiler = CompileCounterWithBackend("aot_eager")
     whole = torch.compile(mlp, fullgraph=True, backend=compiler, dynamic=True)
     for sparse in (True, False, True, False):
@@ -216,7 +216,7 @@ def test_backward_needs_under_4_percent_of_what_dense_layers_store():
 )
 def test_interpreted_kernels_are_correct(m, n, k, slots, rarity, dtype, activation):
     kind = getattr(torch, dtype)
-    mlp, x = drawn(m, n, k, slots, rarity=rarity, activation=activation, dtype=kind)
+    mlp, x = draw(m, n, k, slots, rarity=rarity, activation=activation, dtype=kind)
     results = assert_correct(mlp, x)
     assert all(map(torch.equal, results, step(mlp, x)))
     assert int(mlp.active) == units_on(mlp, x)
@@ -225,14 +225,14 @@ def test_interpreted_kernels_are_correct(m, n, k, slots, rarity, dtype, activati
 @pytest.mark.interpreted
 @pytest.mark.parametrize("slots", [40, 1])
 def test_interpreted_nan_is_where_dense_layers_have_it(slots):
-    mlp, x = drawn(30, 40, 16, slots)
+    mlp, x = draw(30, 40, 16, slots)
     x[7, 3] = float("nan")
     assert_nan_as_in_dense(mlp, x)
 
 
 @pytest.mark.interpreted
 def test_interpreted_calls_with_wrong_operands_are_refused():
-    mlp, x = drawn(5, 24, 12, 4, dtype=torch.float32)
+    mlp, x = draw(5, 24, 12, 4, dtype=torch.float32)
     with pytest.raises(Unsupported, match="multiples of 8"):
         mlp(x)
     with pytest.raises(Unsupported, match="bf16"):
@@ -243,7 +243,7 @@ def test_interpreted_calls_with_wrong_operands_are_refused():
 
 @pytest.mark.interpreted
 def test_interpreted_calls_without_gradients_are_right_for_any_number_of_tokens():
-    mlp, x = drawn(21, 24, 16, 4, dtype=torch.float16)
+    mlp, x = draw(21, 24, 16, 4, dtype=torch.float16)
     with torch.no_grad():
         for m in (21, 17, 1, 0):
             torch.testing.assert_close(mlp(x[:m]), Dense(mlp)(x[:m]), rtol=1e-2, atol=1e-2)

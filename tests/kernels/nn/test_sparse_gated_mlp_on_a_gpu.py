@@ -15,7 +15,7 @@ from tests.kernels.nn.gated_mlp_examples import (
     assert_correct,
     assert_nan_as_in_dense,
     assert_near,
-    drawn,
+    draw,
     expected_of,
     gradient_of,
     step,
@@ -34,7 +34,7 @@ ON_GPU = [
 
 def on_gpu(m: int, n: int, k: int, slots: int, rarity: float, dtype: str, **more: Any) -> Any:
     kind = getattr(torch, dtype)
-    return drawn(m, n, k, slots, rarity=rarity, dtype=kind, device=GPU, **more)
+    return draw(m, n, k, slots, rarity=rarity, dtype=kind, device=GPU, **more)
 
 
 def poison() -> None:
