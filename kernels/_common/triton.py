@@ -6,8 +6,7 @@ alignment. `choose_path` chooses the path; it is a field of the configuration, s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,16 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.bound_launch import BoundLaunch
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import (
-    TMA_ALIGNMENT,
-    Layout,
-    Loaded,
-    encoded_map,
-    on_tape,
-    require_compiled,
-)
+from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, on_tape, require_compiled
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.raw_launch import Raw
 from sparsebench.kernels._common.transforms import device_guard
 from sparsebench.results.record import Problem
 
@@ -37,7 +30,6 @@ Program: TypeAlias = "BoundKernel | BoundLaunch"
 SHARED_BYTES = 96 * 1024  # operands in flight, so that two programs share an SM of an H100
 SM_BYTES = 220 * 1024  # operands in flight; a program on Hopper or Blackwell may have 227 KB
 COMPILE_THREADS = 8
-ADDRESSES = 64  # sets of addresses for which arguments and boxes are kept
 LAYOUTS = 64  # sets of layouts, so numbers of tokens, for which a product stays bound
 SMALLEST_TILE = 16  # smallest side for tl.dot; the depth of one bf16 tensor-core instruction
 
@@ -304,96 +296,3 @@ def options(warps: int, path: Path) -> dict[str, int]:
     some tiles for a higher occupancy.
     """
     return {"num_warps": warps} | ({} if path == "tma" else {"maxnreg": 255})
-
-
-class Raw:
-    """A compiled kernel whose arguments this module packs, which takes 4 µs instead of 20.
-
-    The parameters are those of the signature, in order, then two pointers to scratch memory. A
-    descriptor is its tensor map, sizes in int32 and strides in int64 (triton/backends/nvidia).
-    """
-
-    def __init__(self, loaded: Loaded, formats: list[str], fill: Callable[..., list[Any]]) -> None:
-        """Keep the launch, the layout of its arguments, and a function of the addresses."""
-        self.loaded, self.layout = loaded, Layout(*formats)
-        self.arguments = lru_cache(ADDRESSES)(lambda *at: self.layout(*fill(at)))
-
-    def __call__(self, addresses: Sequence[int]) -> None:
-        self.loaded.enqueue(self.arguments(*addresses))
-
-    @classmethod
-    def of(
-        cls,
-        compiled: Any,
-        grid: tuple[int, ...],
-        args: Sequence[Any],
-        holes: Mapping[int, int],
-        device: torch.device,
-    ) -> "Raw | None":
-        """Return the launch, or None if Triton's own launcher must make it.
-
-        holes  argument -> number of the tensor whose address it takes
-        """
-        if (metadata := getattr(compiled, "metadata", None)) is None:
-            return None
-        signature = [*compiled.src.signature.values()]
-        scratch = ("global_scratch_size", "profile_scratch_size")
-        special = [getattr(metadata, name, 0) for name in (*scratch, "launch_cooperative_grid")]
-        special.append(getattr(metadata, "num_ctas", 1) != 1)
-        described = [*(getattr(metadata, "tensordesc_meta", None) or ())]
-        if any(special) or len(grid) > 1 or device.type != "cuda":
-            return None
-        formats: list[str] = []
-        parts: list[Callable[[Sequence[int]], list[Any]]] = []
-        for at, kind in enumerate(signature[: len(args)]):
-            arg, hole = args[at], holes.get(at)
-            if kind == "constexpr":
-                continue
-            if isinstance(arg, TensorDescriptor):
-                meta = described.pop(0) if described else None
-                if meta is None or hole is None or len(arg.shape) != 2:
-                    return None
-                formats += ["128s", "i", "i", "q", "q"]
-                parts.append(partial(_described, hole, meta, arg))
-            elif isinstance(arg, Tensor):
-                formats.append("P")
-                address = arg.data_ptr()
-                parts.append(partial(_address, hole, address))
-            elif kind in ("i32", "i64") and isinstance(arg, int):
-                formats.append("i" if kind == "i32" else "q")
-                parts.append(partial(_constant, arg))
-            else:
-                return None
-        formats += ["P", "P"]
-        parts.append(partial(_constant, 0, 0))
-        threads, kernel = 32 * metadata.num_warps, SimpleNamespace(ptr=compiled.function)
-        early = bool(getattr(metadata, "launch_pdl", False))
-        sizes = grid[0], threads, metadata.shared
-        loaded = Loaded(kernel, "", device.index, *sizes, early=early)
-        return cls(loaded, formats, lambda at: [value for part in parts for value in part(at)])
-
-
-def _address(hole: int | None, address: int, addresses: Sequence[int]) -> list[Any]:
-    """Return the address of a tensor of the call, or of one that stays."""
-    return [address if hole is None else addresses[hole]]
-
-
-def _constant(*args: int) -> list[Any]:
-    """Return the values before the addresses, which are the last argument."""
-    return [*args[:-1]]
-
-
-def _described(
-    hole: int, meta: Mapping[str, Any], box: TensorDescriptor, addresses: Sequence[int]
-) -> list[Any]:
-    """Return the parameters of a descriptor at one of these addresses."""
-    kind = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])  # device to host
-    map_ = encoded_map(
-        addresses[hole],
-        tuple(box.shape),
-        (box.strides[0] * meta["elem_size"],),
-        kind,
-        tuple(meta["block_size"]),
-        meta["swizzle"],
-    )
-    return [map_, *box.shape, *box.strides]

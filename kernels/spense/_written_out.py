@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.cuda import TMA_ALIGNMENT as ALIGNMENT
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.triton import Raw
+from sparsebench.kernels._common.raw_launch import Raw
 
 ROWS: tl.constexpr = tl.constexpr(64)  # of a tile
 COLUMNS: tl.constexpr = tl.constexpr(128)
