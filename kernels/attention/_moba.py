@@ -39,7 +39,7 @@ def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -
 
     There is no gradient.
     """
-    keys = means(k, block, k.shape[2]).to(q.dtype)
+    keys = means(k, block, k.shape[2], q.dtype)
     operands = q, keys, block, k.shape[1], bias
     scores: Tensor = (_operator if is_traced() else _score_blocks)(*operands)
     return scores

@@ -50,7 +50,7 @@ def compress(
     A query without a complete block has O = 0. There is no gradient.
     """
     groups = k.shape[2]
-    keys, values = (means(x, block, groups).to(q.dtype) for x in (k, v))
+    keys, values = (means(x, block, groups, q.dtype) for x in (k, v))
     operands = q, keys, values, block, k.shape[1], scale, bias
     results: tuple[Tensor, Tensor] = (_operator if is_traced() else _compress)(*operands)
     return results

@@ -125,30 +125,30 @@ def bound_select(
     return BoundKernel(_select_rows, grid, args, constants, columns)
 
 
-def _means(x: Tensor, block: int, groups: int) -> Tensor:
+def _means(x: Tensor, block: int, groups: int, dtype: torch.dtype) -> Tensor:
     batch, tokens, heads, depth = x.shape
     if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
         sums = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -tokens % block))
         sums = sums.view(batch, -1, block, groups, heads // groups, depth).sum((2, 4))
         first = torch.arange(0, tokens, block, device=x.device)
         real = (tokens - first).clamp(max=block) * (heads // groups)
-        return (sums / real[:, None, None]).transpose(1, 2).contiguous()
+        return (sums / real[:, None, None]).transpose(1, 2).contiguous().to(dtype)
     x = x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x)
-    template = _means_launch(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
-    return template.enqueue(x)[0]
+    layout = tuple(x.shape), tuple(x.stride()), x.dtype
+    return _means_launch(*layout, x.device, block, groups, dtype).enqueue(x)[0]
 
 
-def _means_sizes(x: Tensor, block: int, groups: int) -> Tensor:
+def _means_sizes(x: Tensor, block: int, groups: int, dtype: torch.dtype) -> Tensor:
     batch, tokens, _, depth = x.shape
-    return x.new_empty(batch, groups, -(-tokens // block), depth, dtype=torch.float32)
+    return x.new_empty(batch, groups, -(-tokens // block), depth, dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.block, ctx.groups = inputs
+    x, ctx.block, ctx.groups, _ = inputs
     ctx.like = x.shape, x.dtype
 
 
-def _spread(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+def _spread(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     """Return the gradient of x: each element has its part of the mean's."""
     (_, tokens, heads, _), dtype = ctx.like
     first = torch.arange(0, tokens, ctx.block, device=gradient.device)
@@ -156,19 +156,20 @@ def _spread(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     real = (tokens - first).clamp(max=ctx.block) * pack
     parts = (gradient / real[:, None]).to(dtype).transpose(1, 2)
     whole = parts.repeat_interleave(pack, 2).repeat_interleave(ctx.block, 1)
-    return whole[:, :tokens], None, None
+    return whole[:, :tokens], None, None, None
 
 
 _operator = torch_operator("means_of_blocks", _means, _means_sizes, save=_save, backward=_spread)
 
 
-def means(x: Tensor, block: int, groups: int) -> Tensor:
-    """Return the mean of each block of tokens and group of heads, fp32 [batch, groups, blocks, D].
+def means(x: Tensor, block: int, groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the mean of each block of tokens and group of heads [batch, groups, blocks, D].
 
-    x  [batch, tokens, heads, D], heads a multiple of the groups; gradients flow to it
+    x      [batch, tokens, heads, D], heads a multiple of the groups; gradients flow to it
+    dtype  of the means, which are rounded once
     """
     traced = is_traced() or (x.requires_grad and torch.is_grad_enabled())
-    result: Tensor = (_operator if traced else _means)(x, block, groups)
+    result: Tensor = (_operator if traced else _means)(x, block, groups, dtype)
     return result
 
 
@@ -180,10 +181,11 @@ def _means_launch(
     device: torch.device,
     block: int,
     groups: int,
+    rounded: torch.dtype,
 ) -> Template:
     """Return the launch of `means`, which is bound once on each device."""
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    out = _means_sizes(x, block, groups)
+    out = _means_sizes(x, block, groups, rounded)
     tokens, pack, depth = shape[1], shape[2] // groups, shape[3]
     args = x, out, tokens, groups, out.shape[2], pack, *strides[:3]
     constants = {"BLOCK": block, "D": depth, "DEPTH": triton.next_power_of_2(depth)}
@@ -342,4 +344,5 @@ def _add_up(  # type: ignore[no-untyped-def]
         sums += tile.to(tl.float32)
     total = tl.sum(tl.reshape(tl.sum(sums, 0), (PACK, DEPTH)), 0) / ((end - block * BLOCK) * pack)
     depth = tl.arange(0, DEPTH)
-    tl.store(out + program.to(tl.int64) * D + depth, total, depth < D)
+    at, mean = out + program.to(tl.int64) * D + depth, total.to(out.dtype.element_ty)
+    tl.store(at, mean, depth < D)
