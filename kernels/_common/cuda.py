@@ -13,14 +13,13 @@ need a fence before its first use.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +46,11 @@ from sparsebench.kernels._common.driver import (
     set_device,
 )
 from sparsebench.kernels._common.machine_code import digest, is_cached, read_or_compile
+from sparsebench.kernels._common.tape import MatrixProduct as MatrixProduct
+from sparsebench.kernels._common.tape import TransposedCopy as TransposedCopy
+from sparsebench.kernels._common.tape import current_tape
+from sparsebench.kernels._common.tape import on_tape as on_tape
+from sparsebench.kernels._common.tape import taping as taping
 
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
@@ -89,7 +93,7 @@ class Loaded:
         # The driver copies the arguments before it returns.
         if result := driver().cuLaunchKernelEx(config, self.kernel.ptr, args[0], None):
             require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
-        if (tape := _thread.tape) is not None:
+        if (tape := current_tape()) is not None:
             tape.launches.append((self, args))
 
 
@@ -106,93 +110,6 @@ class CudaKernel(NamedTuple):
         """Return the kernel with its grid."""
         sizes = grid, threads, self.shared_bytes
         return Loaded(self.kernel, self.code, self.device, *sizes, together, early)
-
-
-@dataclass(eq=False)
-class Tape:
-    """What a thread launches and allocates while `taping` (front.py).
-
-    launches  kernels with their arguments, and what torch itself computes, in order
-    outputs   new tensors that the launches write, the results among them
-    views     parts of outputs whose addresses the launches take, each with its output
-    owners    of the other memory that the launches read
-    complete  every kernel of the call is on the tape
-    dense     the weight, if the call was torch's own product with it, and nothing else
-    """
-
-    launches: "list[tuple[Loaded, Arguments] | ByTorch | LibraryCall]" = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    owners: list[Any] = field(default_factory=list)
-    complete: bool = True
-    dense: Tensor | None = None
-
-
-class TransposedCopy(NamedTuple):
-    """A copy by torch: `result` [blocks, c, r] are the transposed `blocks` [blocks, r, c]."""
-
-    blocks: Tensor
-    result: Tensor
-
-
-class MatrixProduct(NamedTuple):
-    """A product by torch: `result` [m, k] is `a` [m, n] @ `b` [n, k].
-
-    fixed  `b` is a weight: no new tensor, but the same one in every call
-    """
-
-    a: Tensor
-    b: Tensor
-    result: Tensor
-    fixed: bool = False
-
-
-ByTorch = TransposedCopy | MatrixProduct
-
-
-class LibraryCall(NamedTuple):
-    """The address of cublasLtMatmul, and its 16 arguments: 8 bytes each, the stream is zero."""
-
-    function: int
-    arguments: bytes
-
-
-class _ThreadTape(local):
-    tape: Tape | None = None
-
-
-_thread = _ThreadTape()
-
-
-@contextmanager
-def taping() -> Iterator[Tape]:
-    """Record the launches of this thread."""
-    tape = _thread.tape = Tape()
-    try:
-        yield tape
-    finally:
-        _thread.tape = None
-
-
-def on_tape(
-    *outputs: Tensor,
-    owners: Sequence[Any] = (),
-    complete: bool = True,
-    dense: Tensor | None = None,
-    call: ByTorch | LibraryCall | None = None,
-    view: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Put new tensors, owners of memory, or the lack of a launch on the tape, if there is one."""
-    if (tape := _thread.tape) is None:
-        return
-    tape.dense = dense
-    if call is not None:
-        tape.launches.append(call)
-    if view is not None:
-        tape.views.append(view)
-    tape.outputs += outputs
-    tape.owners += owners
-    tape.complete &= complete
 
 
 def launch(loaded: Loaded, args: Arguments, out: Tensor, owner: Any, *others: Tensor) -> Tensor:

@@ -13,6 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add_ops.h>
+#include <ATen/ops/baddbmm_ops.h>
 #include <ATen/ops/copy_ops.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear_ops.h>
@@ -223,8 +224,10 @@ class Entries {
 };
 
 at::Tensor as_matrix(const at::Tensor& t) { return t.dim() == 2 ? t : t.view({-1, t.size(-1)}); }
+at::Tensor as_batch(const at::Tensor& t) { return t.view({-1, t.size(-2), t.size(-1)}); }
 
-// The blocks of one operand transposed, or the product of two operands, or of one and a weight.
+// The blocks of one operand transposed, or the product of two operands, or of one and a weight. An
+// image is the factor of products of batches.
 void compute_by_torch(const Step& step, at::TensorList operands) {
   const auto operand = [&](size_t i) { return operands[step.patches[i].operand]; };
   at::Tensor to = operand(step.patches.size() - 1);
@@ -233,6 +236,12 @@ void compute_by_torch(const Step& step, at::TensorList operands) {
     at::_ops::mm_out::call(as_matrix(operand(0)), step.weight, to);
   } else if (step.patches.size() == 2) {
     at::_ops::copy_::call(to, operand(0).transpose(1, 2), false);
+  } else if (!step.image.empty()) {
+    double alpha;
+    std::memcpy(&alpha, step.image.data(), sizeof alpha);
+    to = as_batch(to);
+    const at::Tensor b = as_batch(operand(1)).transpose(1, 2);
+    at::_ops::baddbmm_out::call(to, as_batch(operand(0)), b, 0, alpha, to);  // 0 times `to`
   } else {
     to = as_matrix(to);
     at::_ops::mm_out::call(as_matrix(operand(0)), operand(1), to);

@@ -24,17 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.cuda import (
-    Arguments,
-    ByTorch,
-    LibraryCall,
-    Loaded,
-    MatrixProduct,
-    Tape,
-    taping,
-)
+from sparsebench.kernels._common.cuda import Arguments, Loaded
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY
 from sparsebench.kernels._common.front_extension import front_type
+from sparsebench.kernels._common.tape import ByTorch, LibraryCall, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.transforms import PLAIN, aligned, readable, rows_of, unflatten
 
 # ---- what an operator declares ----
@@ -335,8 +328,9 @@ def _step(
         return launch.function, 0, 0, 0, [], image, [], _patches(image, starts), None
     if isinstance(launch, ByTorch):
         weight = launch.b if isinstance(launch, MatrixProduct) and launch.fixed else None
+        alpha = launch.alpha if isinstance(launch, MatrixProduct) else b""
         tensors = [t for t in launch if isinstance(t, Tensor) and t is not weight]
-        return 0, 0, 0, 0, [], b"", [], [(*starts[t.data_ptr()], 0) for t in tensors], weight
+        return 0, 0, 0, 0, [], alpha, [], [(*starts[t.data_ptr()], 0) for t in tensors], weight
     loaded, (pointers, memory) = launch
     image, base = bytes(memory), ctypes.addressof(memory)
     parameters = [pointer - base for pointer in pointers]

@@ -33,8 +33,8 @@ from torch.nn.functional import pad
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Path,

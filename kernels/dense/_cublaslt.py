@@ -37,8 +37,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import scratch
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import LibraryCall, on_tape
 from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
+from sparsebench.kernels._common.tape import LibraryCall, on_tape
 
 COUNT = 32  # algorithms to request from the heuristics
 WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper

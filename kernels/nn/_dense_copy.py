@@ -34,10 +34,11 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.cuda import HALVES, on_tape
+from sparsebench.kernels._common.cuda import HALVES
 from sparsebench.kernels._common.operator import Engine, fewest
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.stamp import by_stamp
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.transforms import ALIGNMENT
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
 from sparsebench.kernels._kernel import DTYPES, poison, refuse

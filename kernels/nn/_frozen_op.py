@@ -18,11 +18,11 @@ from torch.nn.functional import linear
 
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import BackwardProduct, Derivative, Front, Signature, record
 from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.stamp import by_stamp
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.transforms import is_traced, readable, rows_of, unflatten
 from sparsebench.kernels._common.unstructured import UnstructuredCall, operator_of
 from sparsebench.kernels._kernel import NAMES, refuse

@@ -23,7 +23,6 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
 from sparsebench.kernels._common.front import (
     BackwardProduct,
     Conditions,
@@ -37,6 +36,7 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.tape import MatrixProduct, on_tape
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     aligned,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.cuda import TMA_ALIGNMENT as ALIGNMENT
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.raw_launch import Raw
+from sparsebench.kernels._common.tape import on_tape
 
 ROWS: tl.constexpr = tl.constexpr(64)  # of a tile
 COLUMNS: tl.constexpr = tl.constexpr(128)

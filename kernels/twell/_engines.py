@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.operator import Engine, NoConfig
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.triton import unsupported
 from sparsebench.kernels.twell._call import NAMES, TwellCall, twell_engine
 from sparsebench.kernels.twell._grouped import WHOLE, WORDS

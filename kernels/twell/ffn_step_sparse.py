@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.twell._autograd import (

@@ -17,8 +17,8 @@ from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine, OperatorCall
+from sparsebench.kernels._common.tape import taping
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype, poison
 from sparsebench.results.record import Problem
 

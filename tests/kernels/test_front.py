@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import LibraryCall, MatrixProduct, TransposedCopy, on_tape
 from sparsebench.kernels._common.front import (
     LAYOUTS,
     PRODUCT,
@@ -27,6 +26,7 @@ from sparsebench.kernels._common.front import (
     node,
     record,
 )
+from sparsebench.kernels._common.tape import LibraryCall, MatrixProduct, TransposedCopy, on_tape
 from sparsebench.kernels._common.transforms import rows_of
 from tests.kernels.conftest import COLUMNS, launch, on_a_cpu, result_of
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from sparsebench._discovery import modules
 from sparsebench.errors import Unsupported
 from sparsebench.harness.catalog import load_kernel
-from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.tape import taping
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention import (
     _gathered_tiles,

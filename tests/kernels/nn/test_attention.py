@@ -16,9 +16,9 @@ import sparsebench
 from sparsebench import attention, select_attention
 from sparsebench.errors import SparsebenchError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import Recordings
 from sparsebench.kernels._common.product import Product, Selected
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of

@@ -15,8 +15,8 @@ from sparsebench._discovery import modules
 from sparsebench.errors import Unsupported
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common.choices import package_folder
-from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine, bucket
+from sparsebench.kernels._common.tape import taping
 from sparsebench.kernels._kernel import DTYPES, poison
 from sparsebench.kernels.twell._call import TwellCall, operator_of
 from sparsebench.kernels.twell._engines import DENSE, ENGINES, likeliest
