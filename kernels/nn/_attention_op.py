@@ -54,6 +54,7 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.stamp import by_stamp, stamp_of
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
@@ -252,19 +253,11 @@ def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> Block
     if len(arrays) == 1:  # a CPU waits for nothing
         return arrays[0] if device.type == "cuda" else mask_of_elements(arrays[0], b_q)
     offsets, columns, *others = arrays
-    return BlockMask(
-        shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
-        tokens=(s_q, s_kv),
-        block=(b_q, b_k),
-        batch=batch,
-        lists=lists,
-        causal=bool(causal),
-        offsets=offsets,
-        columns=columns,
-        bits=others[0] if has_bits else None,
-        slots=others[-1] if len(others) > has_bits else None,
-        keep=keep,
-    )
+    shape = batch * lists * -(-s_q // b_q), -(-s_kv // b_k)
+    geometry = (s_q, s_kv), (b_q, b_k), batch, lists, bool(causal)
+    bits = others[0] if has_bits else None
+    slots = others[-1] if len(others) > has_bits else None
+    return BlockMask(shape, *geometry, offsets, columns, bits, slots, keep=keep)
 
 
 def _attend(
@@ -352,9 +345,9 @@ def attend_recorded(
         return in_python()
     if not is_current(q.device) or not q.numel():
         return in_python()
-    call, guards = _call("attention", q, k, mask.block, scale), []
-    if not mask.keep:
-        guards = [Guard(None, name, array) for name, array in mask.arrays().items()]
+    call = _call("attention", q, k, mask.block, scale)
+    arrays = {} if mask.keep else mask.arrays()
+    guards = [Guard(None, name, array) for name, array in arrays.items()]
 
     def planned(*operands: Tensor) -> list[Tensor]:
         return _forward(call, _with_columns(mask, operands[3:]), *operands[:3])
@@ -364,6 +357,14 @@ def attend_recorded(
     arguments = arguments_of(mask, q, k, v)
     results: tuple[Tensor, Tensor] = recordings.call(arguments, conditions, run, in_python)
     return results
+
+
+def attend_on_tape(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> list[Tensor]:
+    """Return `attend` as a part of a whole call (_whole_calls.py)."""
+    call = _call("attention", q, k, mask.block, scale)
+    launches = call in _operator(mask).plans and not (mask.keep and mask.bits is not None)
+    on_tape(owners=() if mask.keep else (mask,), complete=launches)  # torch copies those bits
+    return _forward(call, mask, q, k, v)
 
 
 def _with_columns(mask: BlockMask, columns: Sequence[Tensor]) -> BlockMask:

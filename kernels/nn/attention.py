@@ -9,6 +9,7 @@ plans stay with the mask, so reuse it. A mask whose blocks are selected on the d
 the plans. Gradients flow to q, k and v. Calls can be compiled and captured.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,19 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing
+from sparsebench.kernels._common.tape import current_tape
 from sparsebench.kernels._common.transforms import is_traced
 from sparsebench.kernels.attention.methods._method import FOLDER, Method
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
     attend,
+    attend_on_tape,
     attend_recorded,
     recordings_of,
     require_operands,
 )
 from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
+from sparsebench.kernels.nn._whole_calls import whole_call
 
 
 def attention(
@@ -92,25 +96,43 @@ def select_attention(
     that does not exist.
     """
     how = METHODS.get(method) or load(FOLDER, method)
-    side = how.block if block is None else block
-    require_whole("block", side)
-    q, k, v = cast(q, k, v)
+    named: dict[str, Any] = {"keep": keep, "mass": mass, "causal": causal, "scale": scale}
+    named["block"] = how.block if block is None else block
+    named |= {"first": how.first if first is None else first, **options}
+    call = partial(whole_call, _select) if how.launches else _select
+    return call(*cast(q, k, v), method=method, last=how.last if last is None else last, **named)
+
+
+def _select(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: str,
+    block: int,
+    causal: bool,
+    scale: float | None,
+    keep: int | None,
+    mass: float | None,
+    first: int,
+    last: int,
+    **options: Any,
+) -> Tensor:
+    """Return `select_attention` of operands that autocast leaves as they are."""
+    how = METHODS.get(method) or load(FOLDER, method)
+    require_whole("block", block)
     require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
     if not q.numel() or not k.numel():
         shapes = f"q {list(q.shape)}, k {list(k.shape)}"
         raise Unsupported(f"select_attention: expected at least one sequence, found {shapes}")
     how.require(method, options)
     factor = factor_of(q, scale)
+    bounds: dict[str, Any] = {"mass": mass, "first": first, "last": last, "causal": causal}
     with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
-        scored = how.score(q, k, v, scale=factor, block=side, causal=causal, **options)
-        places: dict[str, Any] = {
-            "first": how.first if first is None else first,
-            "last": how.last if last is None else last,
-        }
-        tokens, sides = [scored.q.shape[1], scored.k.shape[1]], [how.queries or side, side]
-        grid: dict[str, Any] = {"block": sides, "tokens": tokens}
-        grid |= {"causal": causal, "keys": scored.keys}
-        mask = BlockMask.from_scores(scored.scores, keep, mass=mass, **places, **grid)
+        scored = how.score(q, k, v, scale=factor, block=block, causal=causal, **options)
+        tokens, sides = [scored.q.shape[1], scored.k.shape[1]], [how.queries or block, block]
+        grid: dict[str, Any] = {"block": sides, "tokens": tokens, "keys": scored.keys}
+        mask = BlockMask.from_scores(scored.scores, keep, **bounds, **grid)
         return scored.finish(attention(scored.q, scored.k, scored.v, mask, scale=scale))
 
 
@@ -175,6 +197,10 @@ def _results(
         raise Unsupported(f"attention: expected sparsebench's BlockMask, found {kind}")
     q, k, v = cast(q, k, v)
     given = scale if scale is None else float(scale)
+    if current_tape() is not None:
+        require_operands(q, k, v, (mask.batch, *mask.tokens), mask.lists, mask.columns.device)
+        o, lse = attend_on_tape(q, k, v, mask, factor_of(q, given))
+        return o, lse
     by_call = mask.keep and mask.bits is not None  # a recorded call reads the columns alone
     eager = q.is_cuda and not torch.compiler.is_compiling() and not by_call
     recordings = recordings_of(mask, given) if eager else None

@@ -30,6 +30,7 @@ from sparsebench.kernels.attention import _moba, _nsa
 from sparsebench.kernels.attention._gated_sum import gated_sum
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import require_operands
+from sparsebench.kernels.nn._whole_calls import whole_call
 from sparsebench.kernels.nn.attention import attention, cast, factor_of
 
 SIDE = 64  # queries and keys of a block of the masks that do not change
@@ -62,8 +63,23 @@ def nsa_attention(
     there are fewer than `keep`, which is 3 or more. The selection has no gradient. A compiled call
     takes neither gradients of q, k and v nor a window. Raises Unsupported, FormatError.
     """
-    q, k, v = _operands("nsa_attention", q, k, v, keep, block)
     gates = [g_cmp, g_slc, *(() if g_swa is None else (g_swa,))]
+    numbers = {"keep": keep, "block": block, "window": window, "scale": scale}
+    return whole_call(_add_branches, *cast(q, k, v), *gates, **numbers)
+
+
+def _add_branches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *gates: Tensor,
+    keep: int,
+    block: int,
+    window: int,
+    scale: float | None,
+) -> Tensor:
+    """Return `nsa_attention` of operands that autocast leaves as they are."""
+    _require("nsa_attention", q, k, v, keep, block)
     for gate in gates:
         fits = gate.shape == q.shape[:3] and gate.is_floating_point() and gate.device == q.device
         if not fits:
@@ -76,13 +92,13 @@ def nsa_attention(
         compressed = _compressed(q, k, v, block, factor)
     mask = _mask_of(lambda: scores, q, k, keep, block, _nsa.FORCED)
     o = attention(q, k, v, mask, scale=scale)
-    if g_swa is None:
-        return gated_sum([compressed, o], gates)
+    if len(gates) == 2:
+        return gated_sum([compressed, o], [*gates])
     require_whole("window", window)
     _refuse_in_compiled_code("window", "g_swa")
     reach = min(window, k.shape[1])  # memory grows with it
     mask = _window((q.shape[1], k.shape[1]), q.shape[0], reach, q.device)
-    return gated_sum([compressed, o, attention(q, k, v, mask, scale=scale)], gates)
+    return gated_sum([compressed, o, attention(q, k, v, mask, scale=scale)], [*gates])
 
 
 def moba_attention(
@@ -96,24 +112,27 @@ def moba_attention(
 
     The selection has no gradient. Raises Unsupported, FormatError.
     """
-    q, k, v = _operands("moba_attention", q, k, v, keep, block)
+    return whole_call(_select_by_head, *cast(q, k, v), keep=keep, block=block, scale=scale)
+
+
+def _select_by_head(
+    q: Tensor, k: Tensor, v: Tensor, *, keep: int, block: int, scale: float | None
+) -> Tensor:
+    """Return `moba_attention` of operands that autocast leaves as they are."""
+    _require("moba_attention", q, k, v, keep, block)
     score = partial(_moba.score_blocks, q.detach(), k.detach(), block)
     mask = _mask_of(score, q, k, keep, block, _moba.FORCED)
     return attention(q, k, v, mask, scale=scale)
 
 
-def _operands(
-    name: str, q: Tensor, k: Tensor, v: Tensor, keep: int, block: int
-) -> tuple[Tensor, ...]:
-    """Return q, k and v as autocast wants them. Raises Unsupported, FormatError."""
+def _require(name: str, q: Tensor, k: Tensor, v: Tensor, keep: int, block: int) -> None:
+    """Raise Unsupported or FormatError unless the operands of a call and its numbers fit."""
     require_whole("block", block)
     require_whole("keep", keep)
     if q.dim() != 4 or not q.numel() or not k.numel():
         shapes = f"q {list(q.shape)}, k {list(k.shape)}"
         raise Unsupported(f"{name}: expected [batch, tokens, heads, D], found {shapes}")
-    q, k, v = cast(q, k, v)
     require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
-    return q, k, v
 
 
 def _mask_of(

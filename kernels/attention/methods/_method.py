@@ -52,6 +52,8 @@ class Method:
                  The bias, if any, is shaped like the scores and added to them
     block        keys of a block, and its queries
     queries      of a block, if they are not as many
+    launches     whether all that `score` computes is on the tape (_common/tape.py), or it says that
+                 the tape is not complete: then calls may be recorded
     first, last  blocks that each row keeps in any case
     options      what `score` takes besides, each with a default
     """
@@ -61,6 +63,7 @@ class Method:
     first: int = 1
     last: int = 1
     queries: int | None = None
+    launches: bool = False
     options: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:

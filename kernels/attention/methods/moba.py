@@ -27,4 +27,4 @@ def score(
     return Scored(score_blocks(q.detach(), k.detach(), block, bias), q, k, v)
 
 
-METHOD = Method(score, block=512, queries=1, **FORCED)
+METHOD = Method(score, block=512, queries=1, launches=True, **FORCED)

@@ -29,4 +29,4 @@ def score(
     return Scored(scores, q, k, v)
 
 
-METHOD = Method(score, block=64, queries=1, **FORCED)
+METHOD = Method(score, block=64, queries=1, launches=True, **FORCED)

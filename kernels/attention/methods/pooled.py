@@ -9,6 +9,8 @@ With pool="max", the largest values of a block stand for it, each of its D for i
 brings what stands for blocks, which was computed where queries and keys were.
 """
 
+import struct
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +18,7 @@ from torch.nn.functional import pad
 from sparsebench._discovery import unknown
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import describe
+from sparsebench.kernels._common.tape import MatrixProduct, on_tape
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention.methods._method import Method, Scored
 
@@ -45,6 +48,9 @@ def score(
     pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
     added, beta = (queries.new_empty(()), 0) if bias is None else (bias.flatten(0, 1), 1)
     products = torch.baddbmm(added, *pairs, beta=beta, alpha=scale)
+    if not torch.compiler.is_compiling():
+        product = MatrixProduct(queries, keys, products, alpha=struct.pack("d", scale))
+        on_tape(products, call=product, complete=pool == "mean" and bias is None)
     return Scored(products.unflatten(0, keys.shape[:2]), q, k, v)
 
 
@@ -72,4 +78,4 @@ def _pooled(
     return pooled.detach().float()
 
 
-METHOD = Method(score)
+METHOD = Method(score, launches=True)

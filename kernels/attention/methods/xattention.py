@@ -249,4 +249,4 @@ def _add_up(  # type: ignore[no-untyped-def]
         tl.store(scores + block, tl.log2(weight) * LN_2, block < blocks)
 
 
-METHOD = Method(score)
+METHOD = Method(score, launches=True)
