@@ -92,8 +92,8 @@ def select_attention(
     Scores are in fp32, and the choice has no gradient. A block of queries selects by all its
     queries, so with `causal` a selection, but no key, depends on later tokens of the same blocks.
     A block whose score is NaN is selected only as one of the first or the last. Waits for the
-    device only to plan new sizes. Raises Unsupported, FormatError, and SuiteError for a method
-    that does not exist.
+    device only in the first two calls of new sizes, which plan and record (_whole_calls.py).
+    Raises Unsupported, FormatError, and SuiteError for a method that does not exist.
     """
     how = METHODS.get(method) or load(FOLDER, method)
     named: dict[str, Any] = {"keep": keep, "mass": mass, "causal": causal, "scale": scale}

@@ -330,6 +330,27 @@ def test_blocks_are_transposed_by_torch() -> None:
     assert recordings.replay(x) is not None
 
 
+@pytest.mark.usefixtures("poisoned")  # torch must not read what it writes
+def test_products_of_batches_are_made_by_torch() -> None:
+    x, recordings = torch.randn(2, 3, 4, COLUMNS), Recordings(Signature(exact=True))
+
+    def product(x: Tensor) -> list[Tensor]:
+        twice = result_of(x)
+        scores = torch.baddbmm(x.new_empty(()), *pairs(twice, x), beta=0, alpha=0.3)
+        alpha = struct.pack("d", 0.3)
+        on_tape(scores, call=MatrixProduct(twice, x, scores, alpha=alpha))
+        return [result_of(scores.view(-1, COLUMNS))]
+
+    def pairs(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a.flatten(0, 1), b.flatten(0, 1).mT
+
+    for _ in range(3):
+        x = torch.randn(x.shape)
+        y = recordings.call([x], Conditions([]), product, lambda: torch.empty(0))
+    assert recordings.replay(x) is not None
+    torch.testing.assert_close(y.view(6, 4, 4), 1.2 * torch.bmm(*pairs(x, x)))
+
+
 @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 16)
 def _matmul(*arguments: Any) -> int:
     """Write W + X to Y, as if it were cublasLtMatmul; fail if an argument is not in its place."""

@@ -267,7 +267,7 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(options, monkeypatch) -> 
             )
     kernels = [selected.choice["kernel"] for selected in plans_of(mask).plans.values()]
     replayed = recordings_of(mask, None).replay(*operands) is not None
-    assert replayed == (kernels[0] == "attention_wgmma")
+    assert replayed or kernels[0] != "attention_wgmma"
 
 
 @pytest.mark.gpu
