@@ -6,8 +6,8 @@
 Both are causal, and the last query is at the last key. A list is a row of a BlockMask with blocks
 of one query, so `attention` computes the branch of the selected blocks (attention_gathered.py). The
 scores are those of kernels/attention/_nsa.py and _moba.py. Nothing waits for the device but the
-first two calls of new sizes, so a captured graph selects other blocks in each replay. If there are no more
-blocks than a query keeps, nothing is selected: that is causal attention with one list for all.
+first two calls of new sizes, so a captured graph selects other blocks in each replay. If there are
+no more blocks than a query keeps, nothing is selected: that is causal attention with one list.
 
 Gradients flow through attention, the means and the gates, but not through the selection. Where they
 are wanted, NSA's compressed branch is `attention` to the means, over a mask of complete blocks.
