@@ -16,10 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.bound_launch import BoundLaunch
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, on_tape, require_compiled
+from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, require_compiled
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.raw_launch import Raw
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.transforms import device_guard
 from sparsebench.results.record import Problem
 

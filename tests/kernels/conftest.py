@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common import cuda, front, front_extension, requirements
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.declarations import arguments_of
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.peers import _cusparselt, cutlass_sparse, stk
 from tests.tools.marks import needs_gxx

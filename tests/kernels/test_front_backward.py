@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import (
     BackwardProduct,
     Conditions,
@@ -23,6 +22,7 @@ from sparsebench.kernels._common.front import (
     node,
     record,
 )
+from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels._common.transforms import readable, rows_of
 from tests.kernels.conftest import COLUMNS, on_a_cpu, result_of
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -16,8 +16,7 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels.nn import _whole_calls
 from sparsebench.kernels.nn._whole_calls import _recordings, replay_or_record
-from tests.kernels.conftest import COLUMNS, launch
-from tests.tools.marks import needs_gxx
+from tests.kernels.conftest import COLUMNS, launch, on_a_cpu
 
 SEEN: list[dict[str, Any]] = []  # options of the calls in Python
 
@@ -50,13 +49,9 @@ def calls_in_python(
     return len(SEEN)
 
 
-def on_a_cpu(test: Any) -> Any:
+def replays(test: Any) -> Any:
     """Mark a test of calls that front.cpp replays without a GPU."""
-    marks = needs_gxx, pytest.mark.exhaustive, pytest.mark.usefixtures("recording")  # 25 s
-    reason = "the driver itself is connected there"
-    for mark in (*marks, pytest.mark.skipif(torch.cuda.is_available(), reason=reason)):
-        test = mark(test)
-    return test
+    return reduce(lambda marked, mark: mark(marked), on_a_cpu, test)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +59,7 @@ def nothing_recorded() -> None:
     _recordings.cache_clear()
 
 
-@on_a_cpu
+@replays
 def test_a_call_that_repeats_runs_no_python() -> None:
     assert calls_in_python(6, keep=3) == 2  # one that plans, one on a tape
     assert calls_in_python(6, keep=3) == 0
@@ -73,7 +68,7 @@ def test_a_call_that_repeats_runs_no_python() -> None:
     assert calls_in_python(3, keep=3) == 0
 
 
-@on_a_cpu
+@replays
 def test_bad_options_are_refused_in_each_call() -> None:
     calls_in_python(4, keep=1)
     for _ in range(3):
@@ -83,7 +78,7 @@ def test_bad_options_are_refused_in_each_call() -> None:
     assert calls_in_python(4, keep=1) == 0
 
 
-@on_a_cpu
+@replays
 def test_operands_of_other_sizes_or_layouts_are_not_mixed_up() -> None:
     calls_in_python(4)
     assert calls_in_python(4, lambda: [x.flatten(0, 1) for x in drawn()]) == 2
@@ -91,7 +86,7 @@ def test_operands_of_other_sizes_or_layouts_are_not_mixed_up() -> None:
     assert calls_in_python(4, lambda: drawn(1) * 2) == 0  # one tensor for both
 
 
-@on_a_cpu
+@replays
 def test_a_call_that_torch_must_see_runs_in_python() -> None:
     calls_in_python(4)
     for _ in range(3):
@@ -108,12 +103,12 @@ def test_a_call_that_torch_must_see_runs_in_python() -> None:
     assert calls_in_python(4) == 0
 
 
-@on_a_cpu
+@replays
 def test_a_call_whose_tape_is_not_complete_is_never_replayed() -> None:
     assert calls_in_python(4, pool="max") >= 4
 
 
-@on_a_cpu
+@replays
 def test_a_thread_has_recordings_of_its_own() -> None:
     calls_in_python(4)
     with ThreadPoolExecutor(1) as thread:
