@@ -178,7 +178,11 @@ PyObject* front_add(PyObject* object, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyList_Size(steps); i++) {
     entry->steps.emplace_back();
     if (!parse_step(PyList_GetItem(steps, i), entry->steps.back())) return nullptr;
+    for (const Patch& patch : entry->steps.back().patches)
+      if (const size_t operand = patch.operand; operand >= inputs.size())
+        entry->outputs.at(operand - inputs.size()).last = i;
   }
+  for (const int result : entry->results) entry->outputs[result].last = SIZE_MAX;
   if (dense != Py_None) entry->dense = THPVariable_Unpack(dense);
   entry->owners = Py_NewRef(owners);
   {

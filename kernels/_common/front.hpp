@@ -169,6 +169,7 @@ struct Output {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
   bool by_row = false;  // it has the leading sizes of the first input
+  size_t last = SIZE_MAX;  // step that reads or writes it last; of results none
 };
 struct Entry {
   Layouts inputs;
@@ -280,6 +281,17 @@ void launch(const Step& step, at::TensorList operands, void* stream) {
                              std::to_string(step.threads) + ": error " + std::to_string(result));
 }
 
+at::Tensor empty_output(const Output& output, const at::Tensor& x) {
+  at::IntArrayRef sizes = output.sizes;
+  c10::SmallVector<int64_t, DIMENSIONS> of_rows;
+  if (output.by_row && x.dim() != 2) {
+    of_rows.assign(x.sizes().begin(), x.sizes().end());
+    of_rows.back() = sizes.back();
+    sizes = of_rows;
+  }
+  return at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false));
+}
+
 // Returns the results; a bias is added to the first.
 Tensors run(const Entry& entry, at::TensorList inputs, const at::Tensor& bias) {
   const c10::AutoGradMode no_gradient(false);
@@ -289,17 +301,15 @@ Tensors run(const Entry& entry, at::TensorList inputs, const at::Tensor& bias) {
     results.push_back(at::_ops::linear::call(x, entry.dense, std::nullopt));
   } else {
     Operands operands(inputs.begin(), inputs.end());
-    for (const Output& output : entry.outputs) {
-      at::IntArrayRef sizes = output.sizes;
-      c10::SmallVector<int64_t, DIMENSIONS> of_rows;
-      if (output.by_row && x.dim() != 2) {
-        of_rows.assign(x.sizes().begin(), x.sizes().end());
-        of_rows.back() = sizes.back();
-        sizes = of_rows;
-      }
-      operands.push_back(at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false)));
+    operands.resize(inputs.size() + entry.outputs.size());
+    for (size_t i = 0; i < entry.steps.size(); i++) {  // outputs exist only while steps need them
+      for (const Patch& patch : entry.steps[i].patches)
+        if (at::Tensor& t = operands[patch.operand]; !t.defined())
+          t = empty_output(entry.outputs[patch.operand - inputs.size()], x);
+      launch(entry.steps[i], operands, entry.place.stream);
+      for (size_t j = 0; j < entry.outputs.size(); j++)
+        if (entry.outputs[j].last == i) operands[inputs.size() + j].reset();
     }
-    for (const Step& step : entry.steps) launch(step, operands, entry.place.stream);
     for (const int number : entry.results)
       results.push_back(std::move(operands[inputs.size() + number]));
   }

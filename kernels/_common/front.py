@@ -189,7 +189,10 @@ class Recordings:
                 inputs = [*map(layout, arguments)]
                 count = len(inputs)
                 inputs += [t for t in conditions.held if t.requires_grad]
-                added = _add(front, 0, inputs, lambda *t: run(*t[:count]), ())[1]
+                try:
+                    added = _add(front, 0, inputs, lambda *t: run(*t[:count]), ())[1]
+                except torch.OutOfMemoryError:  # a tape keeps all that a call allocates
+                    added = False
                 self._layouts[layouts] = added
             results = self.replay(*arguments)
         return in_python() if results is None else results

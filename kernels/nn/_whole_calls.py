@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common.front import Conditions, Recordings, Signature
-from sparsebench.kernels._common.transforms import PLAIN, is_current, is_traced
+from sparsebench.kernels._common.transforms import PLAIN, aligned, is_current, is_traced
 
 MOST_CALLS = 64  # sets of options, in a thread on a stream; those used last
 CONSTANTS = bool, int, float, str, type(None)  # types of options that a recording is for
@@ -39,24 +39,24 @@ def replay_or_record(
     compute: Callable[..., Tensor], operands: tuple[Tensor, ...], options: dict[str, Any]
 ) -> Tensor:
     """Return `whole_call` of operands whose device has streams."""
-    in_python: Callable[[], Tensor] = partial(compute, *operands, **options)
     plain = all(type(t) in PLAIN for t in operands)
     if not plain or not all(type(value) in CONSTANTS for value in options.values()):
-        return in_python()
+        return compute(*operands, **options)
     device = operands[0].device
     place = get_ident(), device.index, torch._C._cuda_getCurrentRawStream(device.index)
     recordings = _recordings(*place, compute, len(operands), *options, *options.values())
     if (o := recordings.replay(*operands)) is not None:
         return o  # type: ignore[no-any-return]
-    if is_traced() or not is_current(device):
-        return in_python()
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+    if differentiates or is_traced() or not is_current(device):
+        return compute(*operands, **options)
+    inputs = [*map(aligned, operands)]  # as recordings read them, so this call binds their launches
 
     def on_tape(*inputs: Tensor) -> list[Tensor]:
         return [compute(*inputs, **options)]
 
-    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-    run = None if differentiates else on_tape
-    result: Tensor = recordings.call(operands, Conditions([]), run, in_python)
+    in_python = partial(compute, *inputs, **options)
+    result: Tensor = recordings.call(inputs, Conditions([]), on_tape, in_python)
     return result
 
 

@@ -330,6 +330,27 @@ def test_blocks_are_transposed_by_torch() -> None:
     assert recordings.replay(x) is not None
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_an_output_is_kept_until_the_last_launch_that_reads_it(x: Tensor) -> None:
+    recordings = Recordings(Signature(results=("y", "twice"), exact=True))
+
+    def product(x: Tensor) -> list[Tensor]:
+        twice = result_of(x)
+        four = result_of(twice)
+        eight = result_of(four)
+        nothing = torch.empty_like(x)
+        launch(eight, nothing)  # read by no one
+        on_tape(nothing)
+        return [result_of(result_of(eight), four), twice]
+
+    recordings.call([x], Conditions([]), product, list)
+    for _ in range(3):
+        x = torch.randn(x.shape)
+        y, twice = recordings.call([x], Conditions([]), product, list)
+        torch.testing.assert_close(y, 20 * x)
+        assert torch.equal(twice, 2 * x)
+
+
 @pytest.mark.usefixtures("poisoned")  # torch must not read what it writes
 def test_products_of_batches_are_made_by_torch() -> None:
     x, recordings = torch.randn(2, 3, 4, COLUMNS), Recordings(Signature(exact=True))

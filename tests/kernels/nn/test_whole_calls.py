@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsebench import moba_attention, nsa_attention, select_attention
 from sparsebench.errors import SparsebenchError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common import front
 from sparsebench.kernels._common.tape import on_tape
 from sparsebench.kernels.nn import _whole_calls
 from sparsebench.kernels.nn._whole_calls import _recordings, replay_or_record
 from tests.kernels.conftest import COLUMNS, launch, on_a_cpu
 
 SEEN: list[dict[str, Any]] = []  # options of the calls in Python
+BOUND: set[Any] = set()  # strides for which the launch is bound
 
 
 def add(*operands: Tensor, **options: Any) -> Tensor:
@@ -28,14 +31,19 @@ def add(*operands: Tensor, **options: Any) -> Tensor:
         raise Unsupported("keep: expected a whole number")
     if torch.is_grad_enabled() and operands[0].requires_grad:
         return operands[0] + operands[1]
-    total = torch.empty_like(operands[0])
+    total, strides = torch.empty_like(operands[0]), tuple([x.stride() for x in operands])
     launch(*operands, total)
-    on_tape(total, complete="pool" not in options)
+    on_tape(total, complete="pool" not in options and strides in BOUND)
+    BOUND.add(strides)
     return total
 
 
 def drawn(count: int = 2) -> list[Tensor]:
     return [torch.randint(-9, 9, (2, 3, COLUMNS)).float() for _ in range(count)]
+
+
+def strided() -> list[Tensor]:
+    return [x.mT.contiguous().mT for x in drawn()]
 
 
 def calls_in_python(
@@ -57,6 +65,7 @@ def replays(test: Any) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_recorded() -> None:
     _recordings.cache_clear()
+    BOUND.clear()
 
 
 @replays
@@ -82,8 +91,47 @@ def test_bad_options_are_refused_in_each_call() -> None:
 def test_operands_of_other_sizes_or_layouts_are_not_mixed_up() -> None:
     calls_in_python(4)
     assert calls_in_python(4, lambda: [x.flatten(0, 1) for x in drawn()]) == 2
-    assert calls_in_python(4, lambda: [x.mT.contiguous().mT for x in drawn()]) < 4
+    assert calls_in_python(4, strided) == 0
     assert calls_in_python(4, lambda: drawn(1) * 2) == 0  # one tensor for both
+
+
+@replays
+def test_views_that_no_kernel_reads_are_recorded_as_copies() -> None:
+    assert calls_in_python(6, strided) == 2
+    assert calls_in_python(6) == 0
+
+
+@replays
+def test_a_recording_keeps_no_operand_and_no_result() -> None:
+    for _ in range(4):
+        operands = drawn()
+        tensors = [*operands, replay_or_record(add, tuple(operands), {})]
+        alive = [*map(ref, tensors)]
+        del operands, tensors
+        assert not any(t() is not None for t in alive)
+    SEEN.clear()
+    assert calls_in_python(1) == 0
+
+
+@replays
+def test_a_result_that_is_written_changes_no_later_one() -> None:
+    a, b = drawn()
+    for _ in range(5):
+        o = replay_or_record(add, (a, b), {})
+        assert torch.equal(o, a + b)
+        a.copy_(o.mul_(2) - 1)
+
+
+@replays
+def test_a_call_too_large_to_record_runs_in_python(monkeypatch) -> None:
+    def allocate(*_: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("expected more memory")
+
+    calls_in_python(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(front, "_add", allocate)
+        assert calls_in_python(3) == 3
+    assert calls_in_python(3) == 3
 
 
 @replays
@@ -153,16 +201,23 @@ def equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.nan_to_num(7), b.nan_to_num(7))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CALLS)
-def test_whole_calls_equal_those_in_python_on_a_gpu(name: str, monkeypatch) -> None:
-    call, selections, from_scores = CALLS[name], [], BlockMask.from_scores
+@pytest.fixture
+def selections(monkeypatch) -> list[Any]:
+    """Return a list that gets an item for each mask that Python makes from scores."""
+    items, from_scores = [], BlockMask.from_scores
 
     def counted(cls: Any, *args: Any, **options: Any) -> BlockMask:
-        selections.append(args)
+        items.append(args)
         return from_scores(*args, **options)
 
     monkeypatch.setattr(BlockMask, "from_scores", classmethod(counted))
+    return items
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_whole_calls_equal_those_in_python_on_a_gpu(name: str, selections) -> None:
+    call = CALLS[name]
     with torch.no_grad():
         for draw in range(8):
             operands = on_gpu()
@@ -183,6 +238,73 @@ def test_whole_calls_equal_those_in_python_on_a_gpu(name: str, monkeypatch) -> N
     gradients = torch.autograd.grad(call(*leaves).sum(), leaves)
     expected = torch.autograd.grad(in_python(call, *leaves).sum(), leaves)
     assert all(map(torch.equal, gradients, expected))
+
+
+# queries and keys of two sequences, heads and KV heads, D
+SHAPES = [
+    ((1000, 1000), (6, 2), 64, torch.float16),
+    ((333, 1500), (8, 8), 80, torch.bfloat16),
+    ((300, 300), (4, 1), 128, torch.float32),
+    ((9, 2000), (8, 2), 128, torch.bfloat16),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pooled", "mass", "xattention", "window", "moba"])
+@pytest.mark.parametrize(("tokens", "heads", "d", "dtype"), SHAPES)
+def test_other_sizes_are_replayed_on_a_gpu(
+    tokens: tuple[int, int], heads: tuple[int, int], d: int, dtype: torch.dtype, name: str,
+    selections,
+) -> None:  # fmt: skip
+    (queries, keys), (many, few) = tokens, heads
+    call = torch.no_grad()(CALLS[name])
+    for draw in range(5):
+        q = torch.randn(2, queries, many, d, device="cuda", dtype=dtype)
+        packed = torch.randn(2, keys, few, 2 * d, device="cuda", dtype=dtype)
+        operands = q, *packed.split(d, 3)  # no kernel of attention reads these views
+        selections.clear()
+        actual = call(*operands)
+        assert draw < 2 or not selections
+        assert equal(actual, in_python(call, *operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pooled", "nsa", "moba"])
+def test_a_replay_needs_no_more_memory_than_python_on_a_gpu(name: str, selections) -> None:
+    call, operands = torch.no_grad()(CALLS[name]), on_gpu(4096)
+
+    def peak(run: Callable[[], Tensor]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    for _ in range(3):
+        call(*operands)
+        in_python(call, *operands)
+    selections.clear()
+    replayed = peak(lambda: call(*operands))
+    assert not selections
+    assert replayed <= 1.05 * peak(lambda: in_python(call, *operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pooled", "nsa", "moba"])
+def test_streams_and_early_captures_are_kept_apart_on_a_gpu(name: str) -> None:
+    call, several = torch.no_grad()(CALLS[name]), [on_gpu(640) for _ in range(6)]
+    right = [in_python(call, *operands) for operands in several]
+    streams, graph = [torch.cuda.Stream() for _ in range(3)], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=streams[2]):  # before any call is recorded
+        captured = call(*several[0])
+    torch.cuda.synchronize()
+    results = []
+    for i in range(24):
+        with torch.cuda.stream(streams[i % 3]):
+            results.append(call(*several[i % 6]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, right[0])
+    assert all(torch.equal(o, right[i % 6]) for i, o in enumerate(results))
 
 
 @pytest.mark.gpu
