@@ -176,6 +176,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "nsa": lambda q, k, v: nsa_attention(q, k, v, q[..., 0], q[..., 1], keep=6),
     "window": lambda q, k, v: nsa_attention(q, k, v, *q.unbind(3)[:3], keep=6, window=100),
     "moba": partial(moba_attention, keep=3, block=128),
+    "by head": partial(select_attention, keep=3, causal=True, block=128, method="moba"),
     "short": partial(moba_attention, keep=9, block=128),
 }
 IN_TORCH = "max", "vsa"  # a step of these is computed by torch
@@ -317,9 +318,10 @@ def test_threads_and_graphs_keep_whole_calls_apart_on_a_gpu(name: str) -> None:
 
     several = [on_gpu() for _ in range(4)]
     right = [in_python(call, *operands) for operands in several]
-    with ThreadPoolExecutor(4) as threads:
-        for results, o in zip(threads.map(repeat, several), right, strict=True):
-            assert all(torch.equal(result, o) for result in results)
+    for _ in range(2):  # later threads may have the numbers, so the recordings, of earlier ones
+        with ThreadPoolExecutor(4) as threads:
+            for results, o in zip(threads.map(repeat, several), right, strict=True):
+                assert all(torch.equal(result, o) for result in results)
     operands, graph = several[0], torch.cuda.CUDAGraph()
     repeat(operands)
     with torch.cuda.graph(graph):
