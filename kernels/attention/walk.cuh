@@ -6,7 +6,8 @@
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
 //
 // and the macros of attention_wgmma.cu. With GATHERED, a row of a tile is an entry of a block of keys
-// (_gathering.py): row * GATHERED + place, of a query in the list of a head. The tile has one block.
+// (_gathering.py): row * GATHERED + place, of a query in the list of a head. The tile has
+// one block, or complete rows all blocks that they see.
 // Two more producer warps copy its rows of Q, wherever they are, and their entries.
 
 #pragma once
@@ -33,8 +34,9 @@ template <int BITS_OF_IT> using Unsigned = typename UnsignedOf<BITS_OF_IT>::type
 
 struct Maps { TensorMap k, v, queries[QUERY_MAPS]; };  // [batch, tokens, heads * D]
 // The host writes these (_wgmma_tiles.py). Heads count through all sequences. If GATHERED, _cut of
-// _gathered_wgmma.py does: `first` is the first key, flagged if a row does not see all of them,
-// `count` has the steps and, in the lowest 8 bits, the rows, and `query` is the first entry.
+// _gathered_wgmma.py does: `first` is the first key, a multiple of KEYS, plus how many steps, less
+// than KEYS, all rows see whole; `count` has the steps and, in the lowest 8 bits, the rows, and
+// `query` is the first entry.
 struct alignas(16) Tile { int first, count, query, head; };
 struct Lists {
   const Tile* tiles;
@@ -102,7 +104,10 @@ struct Buffer {
 // The first key of a place in a tile's list, flagged if it is partial. An empty place, which ends a
 // list, and one behind the list have a key behind the last one.
 __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
-  if (GATHERED) return place < tile.count >> 8 ? tile.first + place * KEYS : keys;
+  if (GATHERED) {
+    const int key = (tile.first & -KEYS) + place * KEYS, whole = tile.first % KEYS;
+    return place >= tile.count >> 8 ? keys : CAUSAL && place >= whole ? key | PARTIAL : key;
+  }
   if (place >= tile.count * PARTS) return keys;
   const int column = columns[tile.first + place / PARTS];
   return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);

@@ -110,6 +110,7 @@ GATHERED = [
     Case((200, 330), (1, 128), (2, 1), lists=2, head_dim=64, dtype="bf16"),
     Case((300, 300), (1, 128), (2, 1), lists=2, density=0, causal=True, head_dim=64),
     Case((150, 150), (1, 128), (2, 1), lists=2, density=1, causal=True),
+    Case((400, 530), (1, 128), (2, 1), batch=2, lists=2, density=0.8, causal=True, places=True),
 ]
 LARGE = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),
