@@ -21,6 +21,7 @@ constexpr int Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; bits
+constexpr int TICKETS = 3 + WARPGROUPS;              // a named barrier, behind those of consumers
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 // Flags: of a tile's first and last step, of the end, and of a last step with one entry.
 enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };
@@ -65,15 +66,16 @@ struct Sizes {
 #endif
 };
 
-// GATHERED: where the entries of a tile are in shared memory. Those of a tile are read until the
-// first scores of the next one, so three tiles take turns.
-constexpr int TURNS = 3;
+// GATHERED: where the entries of a tile are in shared memory, and behind them the ticket of the next
+// tile. Those of a tile are read until the first scores of the next one, so three tiles take turns.
+constexpr int TURNS = 3, ENTRY_INTS = GATHERED ? ROWS + 1 : 1;
 struct EntryPlace {
   u32 tile;
   int turn;
+  __device__ __forceinline__ u32 ticket() const { return tile + ROWS * 4; }
   __device__ __forceinline__ void advance() {
     const bool last = turn == TURNS - 1;
-    tile += last ? (1 - TURNS) * ROWS * 4 : ROWS * 4;
+    tile += (last ? 1 - TURNS : 1) * ENTRY_INTS * 4;
     turn = last ? 0 : turn + 1;
   }
 };
@@ -148,14 +150,18 @@ __device__ __forceinline__ int query_of(int entry, const Sizes& sizes) {
   return entry / GATHERED % sizes.queries;
 }
 
-// Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent.
+// Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent. The
+// first half takes the ticket of the next tile, for both and for the producer.
 __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, int tiles, Buffer q,
                                        EntryPlace entries, int half) {
   constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = 32 / PIECES;  // pieces of a row, rows
   const int lane = threadIdx.x % 32, piece = lane % PIECES;
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
-  for (int ticket = blockIdx.x; ticket < tiles; ticket += gridDim.x) {
+  int ticket = blockIdx.x;
+  while (ticket < tiles) {
     const Tile tile = lists.tiles[ticket];
+    const bool takes = half == 0 && lane == 0;
+    if (takes) ticket = gridDim.x + atomicAdd(lists.counters, 1);
     const char* const from = lists.q + tile.head / sizes.heads * sizes.queries * row_bytes +
                              tile.head % sizes.heads * HEAD_DIM * 2 + piece * 16;
     int entry[2], query[2];
@@ -166,6 +172,7 @@ __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, i
       query[i] = entry[i] < 0 ? -1 : query_of(entry[i], sizes);
     }
     mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
+    if (takes) st_shared(entries.ticket(), ticket);
     const u32 to = q.tile + 64 * half * HEAD_DIM * 2 + piece / 8 * 64 * ROW_BYTES;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -180,7 +187,8 @@ __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, i
     cp_async_commit();
     cp_async_wait<0>();
     fence_proxy_async();  // wgmma reads what was copied
-    __syncwarp();
+    barrier_sync(TICKETS, 64);  // of both halves
+    ticket = ld_shared(entries.ticket());
     if (lane == 0) mbarrier_arrive(q.full);
     q.advance();
     entries.advance();
@@ -226,8 +234,10 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
     Tile tile = tile_of(lists, parts, ticket);
     const int part = ticket - parts.whole;
     if (GATHERED) {
-      ticket += workers;
+      mbarrier_wait(q.full, q.phase ^ 1, "the ticket of the next tile");
+      ticket = ld_shared(entries.ticket());
       tile.query = entries.tile;  // what consumers look up
+      q.advance();
       entries.advance();
     } else if (lane == 0) {
       ticket = workers + atomicAdd(lists.counters, 1);
@@ -370,7 +380,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
                                      Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
-  __shared__ int entries[TURNS][GATHERED ? ROWS : 1];
+  __shared__ int entries[TURNS][ENTRY_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
