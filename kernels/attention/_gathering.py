@@ -13,7 +13,7 @@ A block that `least` or more of these 32 queries selected is common: they attend
 and it gives them no entry.
 
 A row that has all blocks it sees is complete. If such rows are listed apart, each has one entry, in
-a column behind the last block: its part is of all its keys. MoBA's first queries have no choice.
+a column behind the last block, and no part. MoBA's first queries have no choice.
 
     mark         columns ──> words [lists, chunks, blocks], common blocks of each chunk
     accumulate   words ──> bases: bits of a block in the chunks before, and in all
@@ -46,7 +46,7 @@ class Gathered(NamedTuple):
     entries  [rows * places]                 those of a list of blocks start where the list's do
     starts   [lists, blocks]                 first entry of each block
     bases    [lists, chunks + 1, blocks]     entries of a block in the chunks before
-    counts   [rows]                          entries of each row
+    counts   [rows]                          entries of each row; -1 if it is complete
     words    [lists, chunks, blocks]         bits of the rows of a chunk that selected a block
     common   [lists * chunks, most]          common blocks of each chunk, ascending
     commons  [lists * chunks]                number of common blocks of each chunk
@@ -101,6 +101,7 @@ class Gathered(NamedTuple):
         entries = number.new_zeros(height * places)
         of_lists = exclusive_sum(torch.bincount(list_, minlength=lists))
         entries[(first - of_lists)[list_[order]] + number] = entry[order]
+        counts[rows[column == mask.kv_blocks]] = -1
         arrays = entries, starts, bases, counts, words.view(size), common, commons
         return cls(*(x.to(torch.int32) for x in arrays))
 
@@ -278,4 +279,5 @@ def _place(  # type: ignore[no-untyped-def]
     at += tl.load(bases + base + column, apart, 0) + count_bits(word & below)
     place = tl.cumsum(apart.to(tl.int32), 1) - 1
     tl.store(entries + at, row[:, None] * places + place, apart)
-    tl.store(counts + row, tl.sum(apart.to(tl.int32), 1), inside)
+    parts = tl.where((APART > 0) & (column == blocks - 1), -1, 1)
+    tl.store(counts + row, tl.sum(tl.where(apart, parts, 0), 1), inside)

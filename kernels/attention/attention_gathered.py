@@ -88,7 +88,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     by_section: list[list[Program]] = []
     code: str | None
     if by_wgmma:
-        by_section, code = _gathered_wgmma.bound_tiles(w, call, gathered, (q, k, v, parts), logs)
+        by_section, code = _gathered_wgmma.bound_tiles(
+            w, call, gathered, (q, k, v), (parts, logs, o, lse)
+        )
     else:
         for section in sections:
             args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
@@ -240,6 +242,8 @@ def _merge(  # type: ignore[no-untyped-def]
             top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
 
     count = tl.load(counts + list_ * q_tokens + token, inside, 0)
+    inside = inside & (count >= 0)  # complete rows have O and the LSE
+    stored = inside[:, None] & (depth < D)
     at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
     place = tl.arange(0, LOGS)[None, :]
     log = tl.load(logs + at[:, None] + place * UNIT, place < count[:, None], -float("inf"))

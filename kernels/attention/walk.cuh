@@ -21,6 +21,7 @@ constexpr int Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; bits
+constexpr int COMPLETE = 1 << 31;                    // of the count of a tile
 constexpr int TICKETS = 3 + WARPGROUPS;              // a named barrier, behind those of consumers
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 // Flags: of a tile's first and last step, of the end, and of a last step with one entry.
@@ -36,8 +37,8 @@ template <int BITS_OF_IT> using Unsigned = typename UnsignedOf<BITS_OF_IT>::type
 struct Maps { TensorMap k, v, queries[QUERY_MAPS]; };  // [batch, tokens, heads * D]
 // The host writes these (_wgmma_tiles.py). Heads count through all sequences. If GATHERED, _cut of
 // _gathered_wgmma.py does: `first` is the first key, a multiple of KEYS, plus how many steps, less
-// than KEYS, all rows see whole; `count` has the steps and, in the lowest 8 bits, the rows, and
-// `query` is the first entry.
+// than KEYS, all rows see whole; `count` has the steps, in the lowest 8 bits the rows, and in the
+// highest whether they are COMPLETE; `query` is the first entry.
 struct alignas(16) Tile { int first, count, query, head; };
 struct Lists {
   const Tile* tiles;
@@ -46,6 +47,8 @@ struct Lists {
 #if GATHERED
   const int* entries;
   const char* q;
+  char* o;     // of complete rows
+  float* lse;  // the same
 #endif
   int* counters;  // tiles taken, workers done: zero between launches; GATHERED: and tile_count
   int tile_count;
@@ -208,7 +211,8 @@ __device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, 
   return tile;
 }
 
-struct Value { int key, column, query, head, part; bool is_short; };  // the V that is loaded next
+// The V that is loaded next. GATHERED: `part` is whether the rows are COMPLETE.
+struct Value { int key, column, query, head, part; bool is_short; };
 
 __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, const Value& value,
                                             const Sizes& sizes) {
@@ -216,7 +220,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, c
   if (threadIdx.x % 32 == 0) {
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
-    if (SPLITS) st_shared(ring.note() + 12, value.part);
+    if (SPLITS || GATHERED) st_shared(ring.note() + 12, value.part);
   }
   load_slot(map, ring, value.key, value.column, value.head / sizes.heads, value.is_short);
   ring.advance();
@@ -232,8 +236,9 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   bool pending = false;
   while (ticket < tiles) {
     Tile tile = tile_of(lists, parts, ticket);
-    const int part = ticket - parts.whole;
+    const int part = GATHERED ? tile.count & COMPLETE : ticket - parts.whole;
     if (GATHERED) {
+      tile.count &= ~COMPLETE;
       mbarrier_wait(q.full, q.phase ^ 1, "the ticket of the next tile");
       ticket = ld_shared(entries.ticket());
       tile.query = entries.tile;  // what consumers look up

@@ -100,7 +100,10 @@ def test_the_queries_of_a_block_are_gathered_as_in_torch(
         assert gathered.common[at, : gathered.commons[at]].tolist() == common
         for row in rows:
             row -= {*common}
-    assert gathered.counts.tolist() == [len(row) for row in listed]
+    complete = [apart and row == {right_mask.kv_blocks} for row in listed]
+    assert gathered.counts.tolist() == [
+        -1 if each else len(row) for each, row in zip(complete, listed, strict=True)
+    ]
     of_rows = [[] for _ in listed]
     for list_, block in product(range(len(starts)), range(blocks)):
         first = int(starts[list_, block])
