@@ -37,7 +37,8 @@ from sparsebench.kernels.attention._lanes import count_bits
 CHUNK = 32  # rows of a word
 GROUP = 16  # blocks of a program of `accumulate`; 64 and steps of 64 take 30 instead of 9 us
 STEP = 256  # words of a block that it has at a time
-WORDS = 128  # of a chunk that `mark` has at a time
+WORDS = 128  # of a chunk that `mark` has at a time, by atomics
+FEW_BLOCKS = 256  # of a list, whose words `mark` has in registers, CHUNK at a time
 
 
 class Gathered(NamedTuple):
@@ -145,11 +146,12 @@ def bound_gathering(
     constants = {"PLACES": triton.next_power_of_2(places), "CHUNK": CHUNK, "num_warps": 1}
     constants |= {"LEAST": least, "APART": mask.block[1] * apart, "CAUSAL": mask.causal}
     every = {"BLOCKS": triton.next_power_of_2(blocks)}
+    of_mark = CHUNK if blocks <= FEW_BLOCKS else WORDS
     walked, groups = (mask.offsets, mask.columns), triton.cdiv(blocks, GROUP)
     tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": least}
     marked = *walked, words, common, commons, *sizes, common.shape[1], shift
     return [
-        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": WORDS}, words),
+        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": of_mark}, words),
         BoundKernel(_accumulate, (lists * groups,), (words, bases, *sizes[1:]), tile, bases),
         BoundKernel(_begin, (lists,), (bases, starts, *sizes, places), every, starts),
         BoundKernel(
@@ -208,21 +210,27 @@ def _mark(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     program = tl.program_id(0)
     words += program.to(tl.int64) * blocks
-    lane = tl.arange(0, WORDS)
-    for first in range(0, blocks, WORDS):
-        tl.store(words + first + lane, 0, first + lane < blocks)
+    common += program.to(tl.int64) * most
     list_, chunk = program // chunks, program % chunks
     of_rows = offsets, columns, list_, chunk, tokens, blocks, shift
     _, _, column, present = _columns(*of_rows, PLACES, CHUNK, APART, CAUSAL)
-    tl.debug_barrier()  # all words are 0 before a bit is set
-    bit = 1 << tl.arange(0, CHUNK)[:, None]
-    tl.atomic_or(words + column, bit, present, sem="relaxed")
-    tl.debug_barrier()
+    lane, row = tl.arange(0, WORDS), tl.arange(0, CHUNK)[:, None]
+    if WORDS > CHUNK:
+        for first in range(0, blocks, WORDS):
+            tl.store(words + first + lane, 0, first + lane < blocks)
+        tl.debug_barrier()  # all words are 0 before a bit is set
+        tl.atomic_or(words + column, 1 << row, present, sem="relaxed")
+        tl.debug_barrier()
     total = 0
-    common += program.to(tl.int64) * most
     for first in range(0, blocks, WORDS):
         block = first + lane
-        word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
+        if WORDS > CHUNK:
+            word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
+        else:  # bits of a row's blocks, and then the other way round
+            there = present & (column >= first) & (column < first + CHUNK)
+            bits = tl.sum(tl.where(there, 1 << (column % CHUNK), 0), 1)
+            word = tl.sum(((bits[:, None] >> lane[None, :]) & 1) << row, 0)
+            tl.store(words + block, word, block < blocks)
         many = (count_bits(word) >= LEAST).to(tl.int32)
         tl.store(common + total + tl.cumsum(many, 0) - 1, block, many == 1)
         total += tl.sum(many, 0)
