@@ -20,7 +20,8 @@ The tiles of all blocks are cut into runs of the same length, one for each progr
 are: a block that all queries select is as good as any other. Parts are in sections of at most
 SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a bit of a result.
 A mask whose blocks are selected on the device is gathered in each call.
-On Hopper, _gathered_wgmma.py computes the parts of large blocks, if each head has its own list.
+On Hopper, _gathered_wgmma.py computes the parts of large blocks, if each head has its own list, and
+O of rows that have all blocks they see.
 """
 
 import torch
