@@ -201,7 +201,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
 
 
 MOST_CODE = {"formats": 1_410, "harness": 13_175, "results": 5_287, "reports": 5_067}
-MOST_CODE |= {"kernels": 18_910, "src": 340}  # src: the plug-in for vLLM
+MOST_CODE |= {"kernels": 18_960, "src": 340}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 

@@ -165,7 +165,7 @@ class GatheredPlan(NamedTuple):
     boxes          K and V, or boxes of them
     by_query       counts, words, common and commons of `Gathered`; None for the last three if no
                    block is common: compiled without products, more programs fit an SM
-    sizes          tokens, blocks, chunks, heads and lists, as both kernels take them
+    sizes          tokens, columns of `Gathered`, chunks, heads and lists, as both kernels take them
     most           common blocks of a chunk
     """
 
@@ -191,12 +191,12 @@ def gathered_plan(
     mask, device = w.mask, w.mask.columns.device
     places = max(1, int(mask.counts.max()))
     tile, merged = constants_of(shape, mask, config, places)
-    least = least_common(merged["PACK"], shape.block[1])
+    options = places, least_common(merged["PACK"], shape.block[1]), config.path == "wgmma"
     if mask.keep:
-        gathered = Gathered.without_data(mask, places, least)
-        programs = bound_gathering(mask, places, gathered, least)
+        gathered = Gathered.without_data(mask, *options)
+        programs = bound_gathering(mask, gathered, *options)
     else:
-        gathered, programs = Gathered.of(mask, places, least), []
+        gathered, programs = Gathered.of(mask, *options), []
     common = gathered.words, gathered.common, gathered.commons
     count, sections = sections_of(shape, config.pack, places)
     launches, read = [], (gathered.entries, gathered.starts, gathered.bases)
@@ -212,9 +212,9 @@ def gathered_plan(
         programs,
         q.new_empty(count, shape.head_dim),
         [_shapes.head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)],
-        (gathered.counts, *((None,) * 3 if least > CHUNK else common)),
+        (gathered.counts, *((None,) * 3 if options[1] > CHUNK else common)),
         launches,
-        (*mask.tokens, mask.kv_blocks, ceil(shape.q_tokens / CHUNK), *heads),
+        (*mask.tokens, gathered.starts.shape[1], ceil(shape.q_tokens / CHUNK), *heads),
         gathered.common.shape[1],
     )
 

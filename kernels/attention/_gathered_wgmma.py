@@ -4,6 +4,10 @@
                                tile 0         tile 1            128 keys that their rows see
     tile    two warps copy its rows of Q, wherever they are ──> steps ──> parts, logs
 
+Complete rows, which have all blocks that they see (_gathering.py), come first, in tiles that begin
+at key 0: one softmax for all of its keys, as in dense attention, and no part, but O and the LSE.
+With the 12 best of 32 blocks, that is 24.5 % of the steps.
+
 The next tile's Q is copied, and its first scores are computed, while the last step of this one
 runs; a program in Triton begins anew. Each head has a list of its own, as in MoBA, so the number of
 an entry is the place of its part.
@@ -52,17 +56,18 @@ def bound_tiles(
     w: ListedMask,
     call: AttentionCall,
     gathered: GatheredPlan,
-    matrices: tuple[Tensor, Tensor, Tensor, Tensor],
-    logs: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[list[list[Program]], str]:
     """Return what writes the parts of each section, and the digest of the machine code.
 
-    matrices  q, k, v and the parts
+    inputs   q, k, v
+    outputs  the parts and their logarithms, O and the LSE
 
     The launches must not overlap. Raises Unsupported.
     """
     shape, mask, device = call.shape, w.mask, w.mask.columns.device
-    places, blocks = gathered.tile["PLACES"], mask.kv_blocks
+    places, columns = gathered.tile["PLACES"], mask.kv_blocks + 1  # and that of complete rows
     tile = attention_wgmma.Config(ROWS, KEYS)
     constants = attention_wgmma.constants_of(tile, shape, mask, False, gathered=places)
     size = attention_wgmma.shared_bytes(tile, shape.head_dim)
@@ -77,23 +82,26 @@ def bound_tiles(
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
-        first: int, q: int, k: int, v: int, parts: int, logs: int, entries: int, tiles: int
+        first: int, entries: int, tiles: int, q: int, k: int, v: int, *outputs: int
     ) -> cuda.Arguments:
-        maps = [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)]
-        lists = tiles, 0, 0, 0, entries, q, counters.data_ptr(), 0
+        maps, (parts, logs, o, lse) = (
+            [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)],
+            outputs,
+        )
+        lists = tiles, 0, 0, 0, entries, q, o, lse, counters.data_ptr(), 0
         return layout(*maps, bytes(cuda.MAP_BYTES), *lists, parts, logs, *sizes, first, 0, 0, 0, 0)
 
     sections: list[list[Program]] = []
     for section in gathered.sections:
         entries, starts, bases, unit, first_chunk, end_chunk, width, workers = section.of_tiles
         units = section.tiles // workers
-        most = units * (blocks + width * places // ROWS)
+        most = units * (columns + width * places // ROWS)
         tiles = torch.empty(most, 4, dtype=torch.int32, device="meta")
         listed = entries, starts, bases, tiles, counters
         args = *listed, unit, first_chunk, end_chunk, *gathered.sizes[:4]
-        cut = BoundKernel(_cut, (units * blocks,), args, of_cut, tiles)
+        cut = BoundKernel(_cut, (units * columns,), args, of_cut, tiles)
         first = (unit * shape.q_tokens + first_chunk * CHUNK) * places  # entry of the section
-        launch = BoundLaunch(loaded, (*matrices, logs, entries, tiles), partial(arguments, first))
+        launch = BoundLaunch(loaded, (entries, tiles, *inputs, *outputs), partial(arguments, first))
         sections.append([cut, launch])
     return sections, loaded.code
 
@@ -101,32 +109,38 @@ def bound_tiles(
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _cut(  # type: ignore[no-untyped-def]
     entries, starts, bases, tiles, counters, first_unit, first_chunk, end_chunk,
-    q_tokens, kv_tokens, blocks, chunks,
+    q_tokens, kv_tokens, columns, chunks,
     SIDE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
     CAUSAL: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of a block of keys of a list (Tile in walk.cuh), and count them."""
-    list_, number = first_unit + tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    bases += list_.to(tl.int64) * (chunks + 1) * blocks + number
-    start = tl.load(starts + list_ * blocks + number)
-    low = start + tl.load(bases + first_chunk * blocks)
-    high = start + tl.load(bases + end_chunk * blocks)
+    """Write the tiles of a column of a list (Tile in walk.cuh), and count them."""
+    blocks, program = columns - 1, tl.program_id(0)
+    units = tl.num_programs(0) // columns
+    complete, other = program < units, program - units  # the longest tiles begin first
+    list_ = first_unit + tl.where(complete, program, other // blocks)
+    number = tl.where(complete, blocks, other % blocks)
+    bases += list_.to(tl.int64) * (chunks + 1) * columns + number
+    start = tl.load(starts + list_ * columns + number)
+    low = start + tl.load(bases + first_chunk * columns)
+    high = start + tl.load(bases + end_chunk * columns)
     count = tl.cdiv(high - low, ROWS)
     to = tiles + tl.atomic_add(counters + 2, count, sem="relaxed") * 4
-    key, end_key = number * SIDE, tl.minimum((number + 1) * SIDE, kv_tokens)
+    key = tl.where(complete, 0, number * SIDE)
+    end_key = tl.where(complete, kv_tokens, tl.minimum((number + 1) * SIDE, kv_tokens))
     for first in range(0, count, CUT):
         tile = first + tl.arange(0, CUT)
         at, there = low + tile * ROWS, tile < count
         last = tl.minimum(at + ROWS, high) - 1
-        end, masked = end_key + tl.zeros_like(at), 0
+        end, whole = end_key + tl.zeros_like(at), KEYS - 1 + tl.zeros_like(at)
         if CAUSAL:
             shift = kv_tokens - q_tokens + 1 - list_ * q_tokens
             least = tl.load(entries + at, there, 0) // PLACES + shift  # its first row sees so many
-            masked = (least < end_key).to(tl.int32)
+            whole = tl.minimum(tl.maximum(least - key, 0) // KEYS, KEYS - 1)
             end = tl.minimum(end, tl.load(entries + last, there, 0) // PLACES + shift)
         steps = tl.cdiv(tl.maximum(end - key, 1), KEYS)
         line = to + tile * 4
-        tl.store(line, key | (masked << 31), there)
-        tl.store(line + 1, (steps << 8) | (last - at + 1), there)
+        tl.store(line, key | whole, there)
+        rows = (last - at + 1) | (complete.to(tl.int32) << 31)
+        tl.store(line + 1, (steps << 8) | rows, there)
         tl.store(line + 2, at, there)
         tl.store(line + 3, list_, there)

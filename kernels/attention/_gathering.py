@@ -12,6 +12,9 @@ stands. So nothing is sorted, the rows of a block ascend, and nothing waits for 
 A block that `least` or more of these 32 queries selected is common: they attend to it together,
 and it gives them no entry.
 
+A row that has all blocks it sees is complete. If such rows are listed apart, each has one entry, in
+a column behind the last block, and no part. MoBA's first queries have no choice.
+
     mark         columns ──> words [lists, chunks, blocks], common blocks of each chunk
     accumulate   words ──> bases: bits of a block in the chunks before, and in all
     begin        bases ──> starts
@@ -34,16 +37,17 @@ from sparsebench.kernels.attention._lanes import count_bits
 CHUNK = 32  # rows of a word
 GROUP = 16  # blocks of a program of `accumulate`; 64 and steps of 64 take 30 instead of 9 us
 STEP = 256  # words of a block that it has at a time
-WORDS = 128  # of a chunk that `mark` has at a time
+WORDS = 128  # of a chunk that `mark` has at a time, by atomics
+FEW_BLOCKS = 256  # of a list, whose words `mark` has in registers, CHUNK at a time
 
 
 class Gathered(NamedTuple):
-    """The queries of each block of keys, int32; see above.
+    """The queries of each block of keys, int32; see above. `blocks` counts that of complete rows.
 
     entries  [rows * places]                 those of a list of blocks start where the list's do
     starts   [lists, blocks]                 first entry of each block
     bases    [lists, chunks + 1, blocks]     entries of a block in the chunks before
-    counts   [rows]                          entries of each row
+    counts   [rows]                          entries of each row; -1 if it is complete
     words    [lists, chunks, blocks]         bits of the rows of a chunk that selected a block
     common   [lists * chunks, most]          common blocks of each chunk, ascending
     commons  [lists * chunks]                number of common blocks of each chunk
@@ -58,9 +62,9 @@ class Gathered(NamedTuple):
     commons: Tensor
 
     @classmethod
-    def without_data(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
-        """Return what each call writes, on "meta"; `least` is that of `bound_gathering`."""
-        (rows, blocks), tokens = mask.shape, mask.q_blocks
+    def without_data(cls, mask: BlockMask, places: int, least: int, apart: bool) -> "Gathered":
+        """Return what each call writes, on "meta"; see `bound_gathering` for the arguments."""
+        rows, blocks, tokens = mask.shape[0], mask.kv_blocks + apart, mask.q_blocks
         lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
         entries = torch.empty(rows * places, dtype=torch.int32, device="meta")
         bases, words = (entries.new_empty(lists, chunks + i, blocks) for i in (1, 0))
@@ -69,12 +73,15 @@ class Gathered(NamedTuple):
         return cls(entries, starts, bases, counts, words, common, common.new_empty(len(common)))
 
     @classmethod
-    def of(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
+    def of(cls, mask: BlockMask, places: int, least: int, apart: bool) -> "Gathered":
         """Gather the queries of a mask that does not change, by torch."""
-        rows, (height, blocks), tokens = rows_of(mask.offsets), mask.shape, mask.q_blocks
+        height, blocks, tokens = mask.shape[0], mask.kv_blocks + apart, mask.q_blocks
         lists, chunks = height // tokens, triton.cdiv(tokens, CHUNK)
         size = lists, chunks, blocks
-        column, token = mask.indices.long(), rows % tokens
+        rows, column = rows_of(mask.offsets), mask.indices.long()
+        if apart:
+            rows, column = _with_complete_rows_apart(mask, rows, column)
+        token = rows % tokens
         cell = (rows // tokens * chunks + token // CHUNK) * blocks + column
         number = torch.bincount(cell, minlength=lists * chunks * blocks)
         words = torch.zeros_like(number).index_add(0, cell, 1 << token % CHUNK)
@@ -95,8 +102,22 @@ class Gathered(NamedTuple):
         entries = number.new_zeros(height * places)
         of_lists = exclusive_sum(torch.bincount(list_, minlength=lists))
         entries[(first - of_lists)[list_[order]] + number] = entry[order]
+        counts[rows[column == mask.kv_blocks]] = -1
         arrays = entries, starts, bases, counts, words.view(size), common, commons
         return cls(*(x.to(torch.int32) for x in arrays))
+
+
+def _with_complete_rows_apart(
+    mask: BlockMask, rows: Tensor, column: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of a mask, those of a complete row as one column, behind all."""
+    side, shift, blocks = mask.block[1], mask.tokens[1] - mask.tokens[0], mask.kv_blocks
+    token = torch.arange(mask.shape[0], device=rows.device) % mask.q_blocks
+    seen = ((token + shift) // side + 1).clamp(0, blocks) if mask.causal else blocks + 0 * token
+    has = torch.bincount(rows[column < seen[rows]], minlength=len(seen))
+    complete = ((has == seen) & (seen > 0))[rows]
+    kept = ~complete | (column == 0)  # which a complete row has
+    return rows[kept], column.masked_fill(complete, blocks)[kept]
 
 
 def exclusive_sum(counts: Tensor) -> Tensor:
@@ -110,31 +131,33 @@ def most_common(places: int, blocks: int, least: int) -> int:
 
 
 def bound_gathering(
-    mask: BlockMask, places: int, gathered: Gathered, least: int
+    mask: BlockMask, gathered: Gathered, places: int, least: int, apart: bool
 ) -> list[BoundKernel]:
     """Return the kernels that write the queries of each block of keys, in their order.
 
     least  rows of a chunk that must have selected a block to make it common; more than CHUNK for
            no common blocks
+    apart  whether complete rows are listed apart; then no block may be common
     """
-    (rows, blocks), tokens = mask.shape, mask.q_blocks
+    rows, blocks, tokens = mask.shape[0], mask.kv_blocks + apart, mask.q_blocks
     lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
     entries, starts, bases, counts, words, common, commons = gathered
-    sizes = tokens, blocks, chunks
+    sizes, shift = (tokens, blocks, chunks), mask.tokens[1] - mask.tokens[0]
     constants = {"PLACES": triton.next_power_of_2(places), "CHUNK": CHUNK, "num_warps": 1}
-    constants["LEAST"] = least
+    constants |= {"LEAST": least, "APART": mask.block[1] * apart, "CAUSAL": mask.causal}
     every = {"BLOCKS": triton.next_power_of_2(blocks)}
+    of_mark = CHUNK if blocks <= FEW_BLOCKS else WORDS
     walked, groups = (mask.offsets, mask.columns), triton.cdiv(blocks, GROUP)
     tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": least}
-    marked = *walked, words, common, commons, *sizes, common.shape[1]
+    marked = *walked, words, common, commons, *sizes, common.shape[1], shift
     return [
-        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": WORDS}, words),
+        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": of_mark}, words),
         BoundKernel(_accumulate, (lists * groups,), (words, bases, *sizes[1:]), tile, bases),
         BoundKernel(_begin, (lists,), (bases, starts, *sizes, places), every, starts),
         BoundKernel(
             _place,
             (lists * chunks,),
-            (*walked, words, bases, starts, counts, entries, *sizes, places),
+            (*walked, words, bases, starts, counts, entries, *sizes, places, shift),
             constants,
             entries,
         ),
@@ -153,38 +176,61 @@ def _rows(offsets, list_, chunk, tokens, CHUNK: tl.constexpr):  # type: ignore[n
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _columns(  # type: ignore[no-untyped-def]
-    offsets, columns, list_, chunk, tokens, blocks, PLACES: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Return the rows of a chunk, which of them exist, and the columns before an empty place."""
+    offsets, columns, list_, chunk, tokens, blocks, shift,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr, APART: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of a chunk, which of them exist, and the columns before an empty place.
+
+    APART  0, or the keys of a block if complete rows are listed apart, in the last of the columns
+    """
     row, inside, start, end = _rows(offsets, list_, chunk, tokens, CHUNK)
+    blocks -= APART > 0
     place = tl.arange(0, PLACES)[None, :]
     there = place < (end - start)[:, None]
     column = tl.load(columns + start[:, None] + place, there, -1) & 0x7FFFFFFF
     count = tl.min(tl.where(there & (column < blocks), PLACES, place), 1)
-    return row, inside, column, place < count[:, None]
+    present = place < count[:, None]
+    if APART > 0:
+        seen = blocks + tl.zeros_like(row)
+        if CAUSAL:
+            last = chunk * CHUNK + tl.arange(0, CHUNK) + shift  # key that a row sees
+            seen = tl.minimum(tl.maximum(last + APART, 0) // APART, blocks)
+        has = tl.sum((present & (column < seen[:, None])).to(tl.int32), 1)
+        complete = ((has == seen) & (seen > 0))[:, None]
+        column = tl.where(complete, blocks, column)
+        present = present & (~complete | (place == 0))
+    return row, inside, column, present
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _mark(  # type: ignore[no-untyped-def]
-    offsets, columns, words, common, commons, tokens, blocks, chunks, most,
-    PLACES: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr, WORDS: tl.constexpr,
+    offsets, columns, words, common, commons, tokens, blocks, chunks, most, shift,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr, APART: tl.constexpr, CAUSAL: tl.constexpr,
+    LEAST: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     words += program.to(tl.int64) * blocks
-    lane = tl.arange(0, WORDS)
-    for first in range(0, blocks, WORDS):
-        tl.store(words + first + lane, 0, first + lane < blocks)
-    list_, chunk = program // chunks, program % chunks
-    _, _, column, present = _columns(offsets, columns, list_, chunk, tokens, blocks, PLACES, CHUNK)
-    tl.debug_barrier()  # all words are 0 before a bit is set
-    bit = 1 << tl.arange(0, CHUNK)[:, None]
-    tl.atomic_or(words + column, bit, present, sem="relaxed")
-    tl.debug_barrier()
-    total = 0
     common += program.to(tl.int64) * most
+    list_, chunk = program // chunks, program % chunks
+    of_rows = offsets, columns, list_, chunk, tokens, blocks, shift
+    _, _, column, present = _columns(*of_rows, PLACES, CHUNK, APART, CAUSAL)
+    lane, row = tl.arange(0, WORDS), tl.arange(0, CHUNK)[:, None]
+    if WORDS > CHUNK:
+        for first in range(0, blocks, WORDS):
+            tl.store(words + first + lane, 0, first + lane < blocks)
+        tl.debug_barrier()  # all words are 0 before a bit is set
+        tl.atomic_or(words + column, 1 << row, present, sem="relaxed")
+        tl.debug_barrier()
+    total = 0
     for first in range(0, blocks, WORDS):
         block = first + lane
-        word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
+        if WORDS > CHUNK:
+            word = tl.load(words + block, block < blocks, 0, cache_modifier=".cg")
+        else:  # bits of a row's blocks, and then the other way round
+            there = present & (column >= first) & (column < first + CHUNK)
+            bits = tl.sum(tl.where(there, 1 << (column % CHUNK), 0), 1)
+            word = tl.sum(((bits[:, None] >> lane[None, :]) & 1) << row, 0)
+            tl.store(words + block, word, block < blocks)
         many = (count_bits(word) >= LEAST).to(tl.int32)
         tl.store(common + total + tl.cumsum(many, 0) - 1, block, many == 1)
         total += tl.sum(many, 0)
@@ -225,14 +271,14 @@ def _begin(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
-    offsets, columns, words, bases, starts, counts, entries, tokens, blocks, chunks, places,
-    PLACES: tl.constexpr, CHUNK: tl.constexpr, LEAST: tl.constexpr,
+    offsets, columns, words, bases, starts, counts, entries, tokens, blocks, chunks, places, shift,
+    PLACES: tl.constexpr, CHUNK: tl.constexpr, APART: tl.constexpr, CAUSAL: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     list_, chunk = program // chunks, program % chunks
-    row, inside, column, present = _columns(
-        offsets, columns, list_, chunk, tokens, blocks, PLACES, CHUNK
-    )
+    of_rows = offsets, columns, list_, chunk, tokens, blocks, shift
+    row, inside, column, present = _columns(*of_rows, PLACES, CHUNK, APART, CAUSAL)
     below = (1 << tl.arange(0, CHUNK)[:, None]) - 1
     word = tl.load(words + program.to(tl.int64) * blocks + column, present, 0)
     apart = present & (count_bits(word) < LEAST)
@@ -241,4 +287,5 @@ def _place(  # type: ignore[no-untyped-def]
     at += tl.load(bases + base + column, apart, 0) + count_bits(word & below)
     place = tl.cumsum(apart.to(tl.int32), 1) - 1
     tl.store(entries + at, row[:, None] * places + place, apart)
-    tl.store(counts + row, tl.sum(apart.to(tl.int32), 1), inside)
+    parts = tl.where((APART > 0) & (column == blocks - 1), -1, 1)
+    tl.store(counts + row, tl.sum(tl.where(apart, parts, 0), 1), inside)

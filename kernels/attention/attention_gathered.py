@@ -20,7 +20,8 @@ The tiles of all blocks are cut into runs of the same length, one for each progr
 are: a block that all queries select is as good as any other. Parts are in sections of at most
 SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a bit of a result.
 A mask whose blocks are selected on the device is gathered in each call.
-On Hopper, _gathered_wgmma.py computes the parts of large blocks, if each head has its own list.
+On Hopper, _gathered_wgmma.py computes the parts of large blocks, if each head has its own list, and
+O of rows that have all blocks they see.
 """
 
 import torch
@@ -88,7 +89,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     by_section: list[list[Program]] = []
     code: str | None
     if by_wgmma:
-        by_section, code = _gathered_wgmma.bound_tiles(w, call, gathered, (q, k, v, parts), logs)
+        by_section, code = _gathered_wgmma.bound_tiles(
+            w, call, gathered, (q, k, v), (parts, logs, o, lse)
+        )
     else:
         for section in sections:
             args = q, *boxes, parts, logs, *section.of_tiles, *sizes, scale
@@ -240,6 +243,8 @@ def _merge(  # type: ignore[no-untyped-def]
             top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
 
     count = tl.load(counts + list_ * q_tokens + token, inside, 0)
+    inside = inside & (count >= 0)  # complete rows have O and the LSE
+    stored = inside[:, None] & (depth < D)
     at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
     place = tl.arange(0, LOGS)[None, :]
     log = tl.load(logs + at[:, None] + place * UNIT, place < count[:, None], -float("inf"))

@@ -55,7 +55,7 @@
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS Q_BUFFERS=1|2
 // SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1 GATHERED, and hopper.cuh's.
 // GATHERED is 0, or the places of a list: rows are then any queries that selected a block (walk.cuh),
-// and the output is a part of each, which attention_gathered.py merges.
+// and the output is a part of each, which attention_gathered.py merges, or O if it is complete.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "ring.cuh"
@@ -125,31 +125,40 @@ __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEY
 }
 
 #if GATHERED
-// Store the parts of a tile's rows, and the logarithms of their sums, to the base 2.
+// Store the parts of a tile's rows, and the logarithms of their sums, to the base 2; of complete
+// rows O and the LSE.
 __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const State& state, u32 note,
-                                      int row, const Sizes& sizes, char* parts, float* logs) {
+                                      int row, const Lists& lists, const Sizes& sizes,
+                                      char* parts, float* logs) {
   const u32 entries = ld_shared(note + 4) + 4 * row;
-  int entry[2];
+  const bool complete = ld_shared(note + 12);
+  char* to[2];
   float sums[2];
   #pragma unroll
   for (int r = 0; r < 2; r++) {
-    entry[r] = ld_shared(entries + 32 * r);
+    const int entry = ld_shared(entries + 32 * r), at = entry / GATHERED;  // head and query
+    const int head = at / sizes.queries, sequence = head / sizes.heads;
+    const long long line = (long long)(sequence * sizes.queries + at % sizes.queries) * sizes.heads;
+    to[r] = complete ? lists.o + (line + head % sizes.heads) * (HEAD_DIM * 2)
+                     : parts + (entry - sizes.first) * (HEAD_DIM * 2ll);
+    if (entry < 0) to[r] = nullptr;
     float sum = state.sum[r];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (threadIdx.x % 4 == 0 && entry[r] >= 0)
-      logs[entry[r] - sizes.first] = sum == 0.f ? -INF : state.base[r] + log2f(sum);
+    if (threadIdx.x % 4 == 0 && entry >= 0) {
+      const float log = sum == 0.f ? -INF : state.base[r] + log2f(sum);
+      if (complete) lists.lse[at] = log * 0.69314718f;
+      else logs[entry - sizes.first] = log;
+    }
     sums[r] = sum == 0.f ? 0.f : 1.f / sum;
   }
-  store_rows<HEAD_DIM>(o, sums, [&](int r) {
-    const long long to = (entry[r] - sizes.first) * (HEAD_DIM * 2ll);
-    return entry[r] < 0 ? nullptr : parts + to;
-  });
+  store_rows<HEAD_DIM>(o, sums, [&](int r) { return to[r]; });
 }
 #else
 // note: of a slot with V of the tile
 __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const State& state, u32 note,
-                                      int row, const Sizes& sizes, char* out, float* lse) {
+                                      int row, const Lists&, const Sizes& sizes, char* out,
+                                      float* lse) {
   const int query = ld_shared(note + 4) + row % SPAN, head = ld_shared(note + 8) + row / SPAN;
   float sums[2];
   #pragma unroll
@@ -325,7 +334,7 @@ struct Consumer {
   __device__ __forceinline__ void put(State& done) {
     const int part = SPLITS ? ld_shared(ring.note() + 12) : -1;
     if (part < 0 || merge(o, done, part, number, parts))
-      store(o, done, ring.note(), row, sizes, out, lse);
+      store(o, done, ring.note(), row, lists, sizes, out, lse);
   }
 
   __device__ __forceinline__ void clear() {

@@ -6,7 +6,8 @@
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
 //
 // and the macros of attention_wgmma.cu. With GATHERED, a row of a tile is an entry of a block of keys
-// (_gathering.py): row * GATHERED + place, of a query in the list of a head. The tile has one block.
+// (_gathering.py): row * GATHERED + place, of a query in the list of a head. The tile has
+// one block, or complete rows all blocks that they see.
 // Two more producer warps copy its rows of Q, wherever they are, and their entries.
 
 #pragma once
@@ -20,6 +21,8 @@ constexpr int Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; bits
+constexpr int COMPLETE = 1 << 31;                    // of the count of a tile
+constexpr int TICKETS = 3 + WARPGROUPS;              // a named barrier, behind those of consumers
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 // Flags: of a tile's first and last step, of the end, and of a last step with one entry.
 enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };
@@ -33,8 +36,9 @@ template <int BITS_OF_IT> using Unsigned = typename UnsignedOf<BITS_OF_IT>::type
 
 struct Maps { TensorMap k, v, queries[QUERY_MAPS]; };  // [batch, tokens, heads * D]
 // The host writes these (_wgmma_tiles.py). Heads count through all sequences. If GATHERED, _cut of
-// _gathered_wgmma.py does: `first` is the first key, flagged if a row does not see all of them,
-// `count` has the steps and, in the lowest 8 bits, the rows, and `query` is the first entry.
+// _gathered_wgmma.py does: `first` is the first key, a multiple of KEYS, plus how many steps, less
+// than KEYS, all rows see whole; `count` has the steps, in the lowest 8 bits the rows, and in the
+// highest whether they are COMPLETE; `query` is the first entry.
 struct alignas(16) Tile { int first, count, query, head; };
 struct Lists {
   const Tile* tiles;
@@ -43,6 +47,8 @@ struct Lists {
 #if GATHERED
   const int* entries;
   const char* q;
+  char* o;     // of complete rows
+  float* lse;  // the same
 #endif
   int* counters;  // tiles taken, workers done: zero between launches; GATHERED: and tile_count
   int tile_count;
@@ -63,15 +69,16 @@ struct Sizes {
 #endif
 };
 
-// GATHERED: where the entries of a tile are in shared memory. Those of a tile are read until the
-// first scores of the next one, so three tiles take turns.
-constexpr int TURNS = 3;
+// GATHERED: where the entries of a tile are in shared memory, and behind them the ticket of the next
+// tile. Those of a tile are read until the first scores of the next one, so three tiles take turns.
+constexpr int TURNS = 3, ENTRY_INTS = GATHERED ? ROWS + 1 : 1;
 struct EntryPlace {
   u32 tile;
   int turn;
+  __device__ __forceinline__ u32 ticket() const { return tile + ROWS * 4; }
   __device__ __forceinline__ void advance() {
     const bool last = turn == TURNS - 1;
-    tile += last ? (1 - TURNS) * ROWS * 4 : ROWS * 4;
+    tile += (last ? 1 - TURNS : 1) * ENTRY_INTS * 4;
     turn = last ? 0 : turn + 1;
   }
 };
@@ -102,7 +109,10 @@ struct Buffer {
 // The first key of a place in a tile's list, flagged if it is partial. An empty place, which ends a
 // list, and one behind the list have a key behind the last one.
 __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
-  if (GATHERED) return place < tile.count >> 8 ? tile.first + place * KEYS : keys;
+  if (GATHERED) {
+    const int key = (tile.first & -KEYS) + place * KEYS, whole = tile.first % KEYS;
+    return place >= tile.count >> 8 ? keys : CAUSAL && place >= whole ? key | PARTIAL : key;
+  }
   if (place >= tile.count * PARTS) return keys;
   const int column = columns[tile.first + place / PARTS];
   return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);
@@ -143,14 +153,18 @@ __device__ __forceinline__ int query_of(int entry, const Sizes& sizes) {
   return entry / GATHERED % sizes.queries;
 }
 
-// Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent.
+// Copy a half of the rows of Q of each tile, 16 bytes a lane, and their entries: -1 if absent. The
+// first half takes the ticket of the next tile, for both and for the producer.
 __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, int tiles, Buffer q,
                                        EntryPlace entries, int half) {
   constexpr int PIECES = HEAD_DIM / 8, AT_ONCE = 32 / PIECES;  // pieces of a row, rows
   const int lane = threadIdx.x % 32, piece = lane % PIECES;
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
-  for (int ticket = blockIdx.x; ticket < tiles; ticket += gridDim.x) {
+  int ticket = blockIdx.x;
+  while (ticket < tiles) {
     const Tile tile = lists.tiles[ticket];
+    const bool takes = half == 0 && lane == 0;
+    if (takes) ticket = gridDim.x + atomicAdd(lists.counters, 1);
     const char* const from = lists.q + tile.head / sizes.heads * sizes.queries * row_bytes +
                              tile.head % sizes.heads * HEAD_DIM * 2 + piece * 16;
     int entry[2], query[2];
@@ -161,6 +175,7 @@ __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, i
       query[i] = entry[i] < 0 ? -1 : query_of(entry[i], sizes);
     }
     mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
+    if (takes) st_shared(entries.ticket(), ticket);
     const u32 to = q.tile + 64 * half * HEAD_DIM * 2 + piece / 8 * 64 * ROW_BYTES;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -175,7 +190,8 @@ __device__ __forceinline__ void gather(const Lists& lists, const Sizes& sizes, i
     cp_async_commit();
     cp_async_wait<0>();
     fence_proxy_async();  // wgmma reads what was copied
-    __syncwarp();
+    barrier_sync(TICKETS, 64);  // of both halves
+    ticket = ld_shared(entries.ticket());
     if (lane == 0) mbarrier_arrive(q.full);
     q.advance();
     entries.advance();
@@ -195,7 +211,8 @@ __device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, 
   return tile;
 }
 
-struct Value { int key, column, query, head, part; bool is_short; };  // the V that is loaded next
+// The V that is loaded next. GATHERED: `part` is whether the rows are COMPLETE.
+struct Value { int key, column, query, head, part; bool is_short; };
 
 __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, const Value& value,
                                             const Sizes& sizes) {
@@ -203,7 +220,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, c
   if (threadIdx.x % 32 == 0) {
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
-    if (SPLITS) st_shared(ring.note() + 12, value.part);
+    if (SPLITS || GATHERED) st_shared(ring.note() + 12, value.part);
   }
   load_slot(map, ring, value.key, value.column, value.head / sizes.heads, value.is_short);
   ring.advance();
@@ -219,10 +236,13 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   bool pending = false;
   while (ticket < tiles) {
     Tile tile = tile_of(lists, parts, ticket);
-    const int part = ticket - parts.whole;
+    const int part = GATHERED ? tile.count & COMPLETE : ticket - parts.whole;
     if (GATHERED) {
-      ticket += workers;
+      tile.count &= ~COMPLETE;
+      mbarrier_wait(q.full, q.phase ^ 1, "the ticket of the next tile");
+      ticket = ld_shared(entries.ticket());
       tile.query = entries.tile;  // what consumers look up
+      q.advance();
       entries.advance();
     } else if (lane == 0) {
       ticket = workers + atomicAdd(lists.counters, 1);
@@ -365,7 +385,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
                                      Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
-  __shared__ int entries[TURNS][GATHERED ? ROWS : 1];
+  __shared__ int entries[TURNS][ENTRY_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);

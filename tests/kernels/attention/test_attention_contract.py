@@ -44,6 +44,7 @@ from tests.kernels.attention.cases import (
     gradients,
     moved,
     rising,
+    selection_mask,
     sides_of,
     with_more_behind,
     without,
@@ -110,6 +111,7 @@ GATHERED = [
     Case((200, 330), (1, 128), (2, 1), lists=2, head_dim=64, dtype="bf16"),
     Case((300, 300), (1, 128), (2, 1), lists=2, density=0, causal=True, head_dim=64),
     Case((150, 150), (1, 128), (2, 1), lists=2, density=1, causal=True),
+    Case((400, 530), (1, 128), (2, 1), batch=2, lists=2, density=0.8, causal=True, places=True),
 ]
 LARGE = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),
@@ -136,6 +138,12 @@ LARGE = [
     Case((1500, 1500), (1, 512), (4, 2), lists=4, causal=True, dtype="bf16", places=True),
     Case((700, 900), (1, 200), (4, 4), lists=4, head_dim=64, places=True),
 ]
+# As MoBA selects: the first rows have no choice.
+LARGE_CHOICE = [
+    (Case((2100, 2100), (1, 512), (4, 2), batch=2, lists=4, causal=True, dtype="bf16"), 3),
+    (Case((1000, 2600), (1, 512), (4, 1), lists=4, causal=True, head_dim=64), 4),
+    (Case((1500, 1000), (1, 256), (2, 2), lists=2, causal=True, dtype="bf16"), 2),
+]
 
 
 def choices(engine: Engine, w: ListedMask, call: AttentionCall) -> list[Any]:
@@ -146,17 +154,22 @@ def choices(engine: Engine, w: ListedMask, call: AttentionCall) -> list[Any]:
         return []
 
 
-def run_engine(name: str, case: Case, *, rises: bool = False, every: int = 1) -> int:
+def run_engine(
+    name: str, case: Case, *, rises: bool = False, every: int = 1, keep: int | None = None
+) -> int:
     """Check an engine on a case, and return the number of its configurations.
 
     Keys and values are NaN in a block that no query selects, where a mask can have one.
 
     rises  scores rise along each list
     every  the configurations between those that are checked
+    keep   blocks of a row of a mask that scores select; all can be seen, and the first rows that
+           see any have no choice
     """
-    engine, mask, operands = ENGINES[name], case.mask(), case.operands()
+    engine, operands = ENGINES[name], case.operands()
+    mask = selection_mask(case, 0, keep=keep) if keep else case.mask()
     operands = rising(operands) if rises else operands
-    unseen = not (case.bits or case.density == 1 or mask.shape[1] == 1)
+    unseen = not (keep or case.bits or case.density == 1 or mask.shape[1] == 1)
     mask = without(mask, UNSEEN) if unseen else mask
     o, lse, expected = gradients(operands, mask)
     if unseen:
@@ -303,6 +316,32 @@ def test_tiles_gathered_for_wgmma_are_right(case, late, rises, poisoned, monkeyp
     assert run_engine("attention_gathered", case, rises=rises, every=6) == 1
 
 
+# Queries behind and before the keys, ragged blocks and tiles, a query that sees one key.
+WITHOUT_CHOICE = [
+    (Case((400, 600), (1, 128), (2, 1), batch=2, lists=2, causal=True, head_dim=64), 4),
+    (Case((500, 450), (1, 128), (2, 2), lists=2, causal=True, dtype="bf16", places=True), 3),
+    (Case((530, 530), (1, 256), (2, 1), lists=2, causal=True, head_dim=64, places=True), 2),
+    (Case((300, 300), (1, 128), (1, 1), causal=True), 1),
+    (Case((150, 300), (1, 128), (2, 1), lists=2, dtype="bf16"), 3),  # not causal: all keep all
+]
+
+
+@needs_gxx
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("of_rows", "late", "rises"), crossed(WITHOUT_CHOICE, [True, False], [False, True]), ids=str
+)
+def test_queries_without_a_choice_are_right_by_wgmma(
+    of_rows, late, rises, poisoned, monkeypatch
+) -> None:
+    on_two_sms(monkeypatch, late)
+    gather_by_wgmma(monkeypatch)
+    case, keep = of_rows
+    if case.places:
+        monkeypatch.setattr(_gathered_tiles, "SECTION_BYTES", 1 << 16)
+    assert run_engine("attention_gathered", case, rises=rises, every=6, keep=keep) == 1
+
+
 # ---- compiled ----
 
 # The producers of differentiate have 24 registers, and spill one for small blocks.
@@ -394,6 +433,13 @@ def test_a_block_has_a_few_configurations_or_is_refused(name, block, dtype) -> N
 def test_results_are_right_on_a_gpu(name, case, poisoned) -> None:
     skip_unless_possible(name, case)
     assert run_engine(name, case) or name in CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "keep"), [*LARGE_CHOICE, *WITHOUT_CHOICE], ids=str)
+def test_queries_without_a_choice_are_right_on_a_gpu(case, keep, poisoned) -> None:
+    skip_unless_possible("attention_gathered", case)
+    assert run_engine("attention_gathered", case, keep=keep)
 
 
 @pytest.mark.gpu

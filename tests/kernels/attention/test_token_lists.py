@@ -8,6 +8,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._selection import Selection
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
@@ -47,23 +48,35 @@ MASKS: list[dict[str, Any]] = [
     {"tokens": (70, 200), "block": (1, 16), "lists": 2, "causal": True},
     {"tokens": (33, 64), "block": (1, 64), "batch": 2},
     {"tokens": (2100, 90), "block": (1, 1), "density": 0.1},  # more words and blocks than a step
+    {"tokens": (90, 290), "block": (1, 1), "density": 0.1},  # more than registers have
     {"tokens": (50, 100), "block": (1, 16), "density": 1},
+    {"tokens": (90, 70), "block": (1, 16), "lists": 2, "density": 0.7, "causal": True},
 ]
 
 
+def visible(token: int, mask: BlockMask) -> set[int]:
+    """Return the blocks that a query sees."""
+    last = token + mask.tokens[1] - mask.tokens[0] if mask.causal else mask.tokens[1]
+    return {j for j in range(mask.kv_blocks) if j * mask.block[1] <= last}
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("options", "least"), [*zip(MASKS, (16, 20, 3, 33), strict=True)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("options", "least"), [*zip(MASKS, (16, 20, 3, 4, 33, 9), strict=True)], ids=str
+)
 def test_the_queries_of_a_block_are_gathered_as_in_torch(
-    options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], least: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    least = CHUNK + 1 if apart else least
     monkeypatch.setattr(_gathering, "STEP", 32)
     right_mask = random_mask(**options)
     wide = with_more_behind(with_places(right_mask))
     places = int(wide.counts.max())
-    right = Gathered.of(right_mask, places, least)
+    right = Gathered.of(right_mask, places, least, apart)
     gathered = Gathered(*(torch.full_like(x, -7) for x in right))
     mask = moved(wide)
-    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered)), least):
+    for program in bound_gathering(mask, Gathered(*map(moved, gathered)), places, least, apart):
         program()
     for name in ("starts", "bases", "counts", "words", "commons"):
         assert torch.equal(getattr(gathered, name), getattr(right, name)), name
@@ -71,6 +84,13 @@ def test_the_queries_of_a_block_are_gathered_as_in_torch(
     chunks, blocks = gathered.words.shape[1:]
     tokens, offsets = mask.q_blocks, right_mask.offsets.tolist()
     listed = [set(right_mask.indices[a:b].tolist()) for a, b in pairwise(offsets)]
+    if apart:
+        behind = right_mask.kv_blocks
+        seen = [visible(t, right_mask) for t in range(tokens)]
+        listed = [
+            {behind} if row and row == seen[i % tokens] else row for i, row in enumerate(listed)
+        ]
+        assert any(row == {behind} for row in listed) or options in (MASKS[0], *MASKS[2:4])
     for cell in product(range(len(starts)), range(chunks)):
         first = cell[0] * tokens + cell[1] * CHUNK
         rows = listed[first : min(first + CHUNK, (cell[0] + 1) * tokens)]
@@ -81,7 +101,10 @@ def test_the_queries_of_a_block_are_gathered_as_in_torch(
         assert gathered.common[at, : gathered.commons[at]].tolist() == common
         for row in rows:
             row -= {*common}
-    assert gathered.counts.tolist() == [len(row) for row in listed]
+    complete = [apart and row == {right_mask.kv_blocks} for row in listed]
+    assert gathered.counts.tolist() == [
+        -1 if each else len(row) for each, row in zip(complete, listed, strict=True)
+    ]
     of_rows = [[] for _ in listed]
     for list_, block in product(range(len(starts)), range(blocks)):
         first = int(starts[list_, block])
