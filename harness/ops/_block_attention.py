@@ -163,14 +163,17 @@ def cells_of(mask: Tensor, fields: Values) -> Tensor:
 
 
 def selected_keys(mask: Tensor, fields: Values) -> Tensor:
-    """Return which keys some query of a KV head selects, bool [batch, context, kv_heads]."""
+    """Return which keys some query of a KV head selects, bool [batch, context, kv_heads].
+
+    With the causal rule, a block's keys count up to the last one that a query of its rows sees.
+    """
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
     cells, keys = cells_of(mask, fields), torch.arange(context, device=mask.device)
-    if fields["causal"]:  # leave out blocks that begin behind the last query of their row
-        last = torch.arange(b_q, m + b_q, b_q, device=mask.device).clamp(max=m) - 1
-        cells = cells & (keys[::b_k] <= last[:, None] + context - m)
+    ahead = context - m if fields["causal"] else context  # query q sees keys up to q + ahead
+    ends = (torch.arange(b_q, m + b_q, b_q, device=mask.device).clamp(max=m) + ahead).int()
     batch, groups = fields["batch"], min(cells.shape[1], fields["kv_heads"])
-    by_group = cells.reshape(batch, groups, -1, mask.shape[1]).any(2)[:, :, keys // b_k]
+    of_blocks = (cells * ends[:, None]).reshape(batch, groups, -1, mask.shape[1]).amax(2)
+    by_group = keys < of_blocks[:, :, keys // b_k]
     return by_group.repeat_interleave(fields["kv_heads"] // groups, 1).mT
 
 

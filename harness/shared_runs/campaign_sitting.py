@@ -1,7 +1,7 @@
 """One sitting of a campaign: as many entries as there is time for, on the devices of this host.
 
     each device ─> the entry that it has begun; else the first open one that waits for no run and
-                   that no other device here measures
+                   that no other device here measures; runs of this card are confirmed last
                 ─> measured as a plan of one part (shared_folder.py) ─> DIR/NAME, sealed and packed
     no time left, or nothing left to begin ─> the sitting ends; another one measures the rest
 
@@ -18,7 +18,7 @@ import gzip
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from threading import Condition
@@ -91,6 +91,12 @@ def _pieces(path: Path, entry: CampaignEntry) -> list[Path]:
     """Return what was measured of an entry, or of the runs of claims, that is not whole."""
     begun = path.glob("*.parts") if entry.kind == "claims" else [path]
     return [piece for run in begun for piece in pieces_of(run)]
+
+
+@cache
+def _cards_of(run: Path) -> frozenset[str | None]:
+    """Return the cards that measured a run, which is sealed: reading it takes up to a second."""
+    return frozenset(row.device for row in store.rows(run))
 
 
 def _require_match(run: Path, flags: Mapping[str, Any], entry: CampaignEntry) -> None:
@@ -196,8 +202,7 @@ class Sitting:
                     return None
                 ready = [e for e in self._left if e.name not in tried and self._ready(e, card)]
                 if ready:
-                    order = self.campaign.entries.index
-                    first = min(ready, key=lambda e: (not self._has_begun(e, card), order(e)))
+                    first = min(ready, key=lambda e: self._rank(e, card))
                     self._left.remove(first)
                     self._busy += 1
                     return first
@@ -205,19 +210,19 @@ class Sitting:
                     return None
                 self._changed.wait()
 
-    def _has_begun(self, entry: CampaignEntry, card: str) -> bool:
-        pieces = _pieces(self.out / entry.name, entry)
-        return card in {device_id_at(piece) for piece in pieces}
+    def _rank(self, entry: CampaignEntry, card: str) -> tuple[bool, bool, int]:
+        """Return an entry's place in the order of a card, which confirms its own runs last."""
+        begun = card in map(device_id_at, _pieces(self.out / entry.name, entry))
+        measured = bool(entry.confirm) and card in _cards_of(self.out / entry.of)
+        return not begun, measured, self.campaign.entries.index(entry)
 
     def _ready(self, entry: CampaignEntry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
         above = self.campaign.above(entry)
         missing = [e.name for e in above if not (self.out / e.name / e.result).exists()]
         reason = f"waits for {', '.join(missing)}" if missing else ""
-        if not missing and entry.reproduce:
-            run = store.read(self.out / entry.reproduce)
-            if card in {row.device for row in run.rows}:
-                reason = "waits for another card of the kind"
+        if not missing and entry.reproduce and card in _cards_of(self.out / entry.of):
+            reason = "waits for another card of the kind"
         if reason:
             self.reasons[entry.name] = reason
         return not reason

@@ -14,7 +14,7 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.correctness import Expected
-from sparsebench.harness.bench.operands import Layers, operands, redraw
+from sparsebench.harness.bench.operands import DenseOperands, Layers, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
@@ -38,6 +38,7 @@ CASES: list[dict[str, Any]] = [
     {"lists": "kv_heads", "kv_heads": 4, "m": 1, "causal": True},
     {"pattern": "dense", "sparsity": 0.0, "context": None, "block": 64, "causal": True},
     {"sparsity": 0.7, "m": 45, "context": 61, "causal": True},
+    {"context": 53, "block": [8, 24], "causal": True},  # the last key seen is within a block
 ]
 
 
@@ -123,6 +124,13 @@ def test_work_is_counted_by_elements_and_dense_work_without_the_mask() -> None:
     assert load_op("attention_backward").flops(backward, whole) == 2.5 * op.flops(p, whole)
 
 
+def outputs(p: Problem, drawn: DenseOperands) -> list[Tensor]:
+    """Return the definition and the spread of all operands, with those that follow from others."""
+    op, every = load_op(p.op), {**drawn.weights, **drawn.activations}
+    op.derive(p, drawn.weights, every)
+    return [with_fields(function, p)(**every) for function in (op.definition, op.spread)]
+
+
 @pytest.mark.parametrize("unselected", ["absent", "future"])
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])
@@ -134,14 +142,26 @@ def test_a_key_that_no_query_selects_reaches_no_output(name, operand, unselected
     rows = slice(2 if unselected == "future" else 0, None)
     drawn.weights["mask"].view(2, 5, 5)[1, rows, 2] = 0  # of the KV head 1
 
-    def outputs() -> list[Tensor]:
-        every = {**drawn.weights, **drawn.activations}
-        op.derive(p, drawn.weights, every)
-        return [with_fields(function, p)(**every) for function in (op.definition, op.spread)]
-
-    clean = outputs()
+    clean = outputs(p, drawn)
     drawn.activations[operand][16:24, 16:] = float("nan")
-    assert all(map(torch.equal, outputs(), clean))
+    assert all(map(torch.equal, outputs(p, drawn), clean))
+
+
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_a_key_behind_all_queries_that_select_its_block_reaches_no_output(name, operand) -> None:
+    """The queries 0 to 7 of KV head 1 alone select its block of keys 0 to 23."""
+    fields = {"lists": "kv_heads", "batch": 1, "context": 40, "causal": True, "block": [8, 24]}
+    p, op = problem(name, **fields, pattern="dense", sparsity=0.0), load_op(name)
+    drawn = operands(p, op, CPU, None)
+    drawn.weights["mask"].view(2, 5, 2)[1, 1:, 0] = 0
+    seen = _block_attention.selected_keys(drawn.weights["mask"], p.fields)[0]
+    assert seen[:, 0].all()
+    assert (~seen[:, 1]).nonzero().flatten().tolist() == [*range(8, 24)]
+
+    clean = outputs(p, drawn)
+    drawn.activations[operand][8:24, 16:] = float("nan")
+    assert all(map(torch.equal, outputs(p, drawn), clean))
 
 
 def test_derived_operands_follow_each_draw_and_leave_the_digest() -> None:

@@ -222,6 +222,25 @@ def test_a_confirming_entry_measures_its_cells_and_others_need_another_card(tria
     assert {row.device for row in again.rows} == {"sim-2"}
 
 
+def test_another_card_confirms_a_run_if_there_is_one(trial: Trial) -> None:
+    confirming = (
+        "  - {confirm: several, only: m=64}\n  - {name: last, suite: FOLDER/several.yaml}\n"
+    )
+    order: list[str] = []
+
+    def show(done: int, total: int, problem: str) -> None:
+        order.append(problem.partition(":")[0])
+
+    trial.sit(1, more=confirming, names=("several",))
+    trial.sit(1, more=confirming, progress=show)
+    assert [*dict.fromkeys(order)] == ["other", "last", "several-confirmed"]
+    shutil.rmtree(trial.out / "several-confirmed")
+    shutil.rmtree(trial.out / "last")
+    order.clear()
+    trial.sit(2, more=confirming, progress=show)
+    assert [*dict.fromkeys(order)] == ["several-confirmed", "last"]
+
+
 def test_a_card_first_finishes_the_entry_that_it_has_begun(trial: Trial) -> None:
     trial.stop(2, after=3, names=("other",))
     assert state(trial.out, trial.campaign().entries[1]).status == "begun"
