@@ -46,7 +46,8 @@ def attention(
     scale  factor of the scores, above 0; by default D ** -0.5
 
     torch.autocast casts q, k and v. The output of a query without an allowed key is 0. A block that
-    no query selects affects no result, even if it holds NaN. Raises Unsupported.
+    no query selects affects no result, even if it holds NaN. Calls with one mask share counters, so
+    they must not overlap on the device: each stream needs a mask of its own. Raises Unsupported.
     """
     o, _ = _results(q, k, v, mask, scale)
     return o[0] if q.dim() == 3 else o

@@ -61,7 +61,9 @@ def nsa_attention(
 
     Sources and what differs from the paper: kernels/attention/_nsa.py. A row keeps all blocks if
     there are fewer than `keep`, which is 3 or more. The selection has no gradient. A compiled call
-    takes neither gradients of q, k and v nor a window. Raises Unsupported, FormatError.
+    takes neither gradients of q, k and v nor a window. Calls of the same sizes share the mask of
+    the window, so they must not overlap on the device, nor must calls that keep all blocks. Raises
+    Unsupported, FormatError.
     """
     gates = [g_cmp, g_slc, *(() if g_swa is None else (g_swa,))]
     numbers = {"keep": keep, "block": block, "window": window, "scale": scale}
@@ -110,7 +112,8 @@ def moba_attention(
     keep            blocks of a query: its own, and those whose mean key has the largest products
                     with it; all, if there are fewer
 
-    The selection has no gradient. Raises Unsupported, FormatError.
+    The selection has no gradient. Calls that keep all blocks share a mask, as in `nsa_attention`.
+    Raises Unsupported, FormatError.
     """
     return whole_call(_select_by_head, *cast(q, k, v), keep=keep, block=block, scale=scale)
 

@@ -322,7 +322,7 @@ def test_threads_and_graphs_keep_whole_calls_apart_on_a_gpu(name: str) -> None:
         with ThreadPoolExecutor(4) as threads:
             for results, o in zip(threads.map(repeat, several), right, strict=True):
                 assert all(torch.equal(result, o) for result in results)
-    operands, graph = several[0], torch.cuda.CUDAGraph()
+    operands, graph = [x.clone() for x in several[0]], torch.cuda.CUDAGraph()
     repeat(operands)
     with torch.cuda.graph(graph):
         captured = call(*operands)
