@@ -29,6 +29,7 @@ from sparsebench.results.record import Problem
 
 SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
+MOST_ENTRIES = 2**31 - 2**13  # of all rows: int32, and tiles look up to 4,096 entries ahead
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
 MERGE_BYTES = 1 << 14  # of Q of 32 queries; twice as many take 2.35 instead of 2.09 ms (NSA, 16k)
 FEW_PLACES = 4  # for a head, 8 warps: 188 instead of 249 us with 3, 383 instead of 371 with 12
@@ -190,6 +191,9 @@ def gathered_plan(
     refuse(unsupported_mask(w.mask))
     mask, device = w.mask, w.mask.columns.device
     places = max(1, int(mask.counts.max()))
+    if mask.shape[0] * places > MOST_ENTRIES:
+        expected = f"expected at most {MOST_ENTRIES} places of all queries"
+        refuse(f"{expected}, found {places} for each of {mask.shape[0]}")
     tile, merged = constants_of(shape, mask, config, places)
     options = places, least_common(merged["PACK"], shape.block[1]), config.path == "wgmma"
     if mask.keep:

@@ -84,10 +84,8 @@ def bound_tiles(
     def arguments(
         first: int, entries: int, tiles: int, q: int, k: int, v: int, *outputs: int
     ) -> cuda.Arguments:
-        maps, (parts, logs, o, lse) = (
-            [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)],
-            outputs,
-        )
+        maps = [head_map(x, call.dtype, of_keys, KEYS) for x in (k, v)]
+        parts, logs, o, lse = outputs
         lists = tiles, 0, 0, 0, entries, q, o, lse, counters.data_ptr(), 0
         return layout(*maps, bytes(cuda.MAP_BYTES), *lists, parts, logs, *sizes, first, 0, 0, 0, 0)
 
@@ -97,8 +95,8 @@ def bound_tiles(
         units = section.tiles // workers
         most = units * (columns + width * places // ROWS)
         tiles = torch.empty(most, 4, dtype=torch.int32, device="meta")
-        listed = entries, starts, bases, tiles, counters
-        args = *listed, unit, first_chunk, end_chunk, *gathered.sizes[:4]
+        tensors = entries, starts, bases, tiles, counters, *outputs
+        args = *tensors, unit, first_chunk, end_chunk, *gathered.sizes[:4]
         cut = BoundKernel(_cut, (units * columns,), args, of_cut, tiles)
         first = (unit * shape.q_tokens + first_chunk * CHUNK) * places  # entry of the section
         launch = BoundLaunch(loaded, (entries, tiles, *inputs, *outputs), partial(arguments, first))
@@ -108,12 +106,17 @@ def bound_tiles(
 
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _cut(  # type: ignore[no-untyped-def]
-    entries, starts, bases, tiles, counters, first_unit, first_chunk, end_chunk,
-    q_tokens, kv_tokens, columns, chunks,
+    entries, starts, bases, tiles, counters, parts, logs, o, lse,
+    first_unit, first_chunk, end_chunk, q_tokens, kv_tokens, columns, chunks,
     SIDE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
     CAUSAL: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write the tiles of a column of a list (Tile in walk.cuh), and count them."""
+    """Write the tiles of a column of a list (Tile in walk.cuh), and count them.
+
+    The launch that clears the count writes `parts`, `logs`, O and the LSE, up to 1 GiB. They are
+    arguments here so that a replay (front.hpp) allocates them before tiles are counted: were memory
+    short in between, the next call would write its tiles behind those of this one.
+    """
     blocks, program = columns - 1, tl.program_id(0)
     units = tl.num_programs(0) // columns
     complete, other = program < units, program - units  # the longest tiles begin first

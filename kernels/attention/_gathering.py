@@ -47,7 +47,8 @@ class Gathered(NamedTuple):
     entries  [rows * places]                 those of a list of blocks start where the list's do
     starts   [lists, blocks]                 first entry of each block
     bases    [lists, chunks + 1, blocks]     entries of a block in the chunks before
-    counts   [rows]                          entries of each row; -1 if it is complete
+    counts   [rows]                          entries of each row; -1 if it is in the column of
+                                             complete rows
     words    [lists, chunks, blocks]         bits of the rows of a chunk that selected a block
     common   [lists * chunks, most]          common blocks of each chunk, ascending
     commons  [lists * chunks]                number of common blocks of each chunk
@@ -110,14 +111,17 @@ class Gathered(NamedTuple):
 def _with_complete_rows_apart(
     mask: BlockMask, rows: Tensor, column: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows and columns of a mask, those of a complete row as one column, behind all."""
+    """Return the row and column of each block of a mask; a complete row has one, behind the last.
+
+    rows, column  int64 [blocks], those of the mask
+    """
     side, shift, blocks = mask.block[1], mask.tokens[1] - mask.tokens[0], mask.kv_blocks
     token = torch.arange(mask.shape[0], device=rows.device) % mask.q_blocks
     seen = ((token + shift) // side + 1).clamp(0, blocks) if mask.causal else blocks + 0 * token
     has = torch.bincount(rows[column < seen[rows]], minlength=len(seen))
     complete = ((has == seen) & (seen > 0))[rows]
-    kept = ~complete | (column == 0)  # which a complete row has
-    return rows[kept], column.masked_fill(complete, blocks)[kept]
+    stays = ~complete | (column == 0)  # which a complete row has
+    return rows[stays], column.masked_fill(complete, blocks)[stays]
 
 
 def exclusive_sum(counts: Tensor) -> Tensor:
@@ -149,9 +153,9 @@ def bound_gathering(
     of_mark = CHUNK if blocks <= FEW_BLOCKS else WORDS
     walked, groups = (mask.offsets, mask.columns), triton.cdiv(blocks, GROUP)
     tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": least}
-    marked = *walked, words, common, commons, *sizes, common.shape[1], shift
+    of_words = *walked, words, common, commons, *sizes, common.shape[1], shift
     return [
-        BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": of_mark}, words),
+        BoundKernel(_mark, (lists * chunks,), of_words, {**constants, "WORDS": of_mark}, words),
         BoundKernel(_accumulate, (lists * groups,), (words, bases, *sizes[1:]), tile, bases),
         BoundKernel(_begin, (lists,), (bases, starts, *sizes, places), every, starts),
         BoundKernel(

@@ -181,11 +181,11 @@ def _means_launch(
     device: torch.device,
     block: int,
     groups: int,
-    rounded: torch.dtype,
+    of_means: torch.dtype,
 ) -> Template:
     """Return the launch of `means`, which is bound once on each device."""
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    out = _means_sizes(x, block, groups, rounded)
+    out = _means_sizes(x, block, groups, of_means)
     tokens, pack, depth = shape[1], shape[2] // groups, shape[3]
     args = x, out, tokens, groups, out.shape[2], pack, *strides[:3]
     constants = {"BLOCK": block, "D": depth, "DEPTH": triton.next_power_of_2(depth)}

@@ -97,11 +97,12 @@ def select_attention(
     Raises Unsupported, FormatError, and SuiteError for a method that does not exist.
     """
     how = METHODS.get(method) or load(FOLDER, method)
-    named: dict[str, Any] = {"keep": keep, "mass": mass, "causal": causal, "scale": scale}
-    named["block"] = how.block if block is None else block
-    named |= {"first": how.first if first is None else first, **options}
+    options |= {"method": method, "keep": keep, "mass": mass, "causal": causal, "scale": scale}
+    options["block"] = how.block if block is None else block
+    options["first"] = how.first if first is None else first
+    options["last"] = how.last if last is None else last
     call = partial(whole_call, _select) if how.launches else _select
-    return call(*cast(q, k, v), method=method, last=how.last if last is None else last, **named)
+    return call(*cast(q, k, v), **options)
 
 
 def _select(

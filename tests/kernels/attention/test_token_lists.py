@@ -13,6 +13,7 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     _gated_sum,
+    _gathered_tiles,
     _gathering,
     _moba,
     _nsa,
@@ -194,6 +195,15 @@ def test_ways_to_select_need_their_lists() -> None:
         operands = Operands(problem, {"mask": case.mask()}, activations, torch.add)
         with pytest.raises(Unsupported, match=reason):
             attention_selected.prepare(operands, selects=selects)
+
+
+def test_more_places_than_int32_can_number_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(_gathered_tiles, "MOST_ENTRIES", 2 * 70)
+    monkeypatch.setattr(attention_triton, "choose_path", lambda reason, device: "pointers")
+    case = Case((70, 70), (1, 16), (4, 2), lists=2, causal=True, head_dim=32)
+    w, call = ListedMask(case.mask()), case.call()
+    with pytest.raises(Unsupported, match="at most 140 places of all queries, found"):
+        attention_gathered.plan(w, call, attention_gathered.choices(w, call)[0])
 
 
 @pytest.mark.compiles
