@@ -177,7 +177,7 @@ GRID = {  # the titles of the cells of a site's index
 @pytest.mark.exhaustive
 def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
     """Two runs have replaced ones beside them, whose addresses and pages are their own."""
-    names = "quick", "earlier/2026-11-24-84a765b/quick", "spense-two-four"
+    names = "quick", "earlier/2026-11-24-84a765b/quick", "spense-two-four", "serving-1-128"
     names = *names, "earlier/2026-11-24-84a765b/spense-two-four"
     shown = [PUBLISHED / "nvidia-h200" / name for name in names]
     output("publish", *shown, "--out", tmp_path)
@@ -189,6 +189,9 @@ def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
         assert wrong_in(pattern, index, site.grids) == 1, what
     for name in ("formats/bsr.html", "kernels/bsr_small.html", "kernels/ffn_sparse.html"):
         assert wrong_in(GRID["speedup"], tmp_path / name, site.grids) == 1, name
-    assert wrong_in(r"<b>([\d.]+)× \[", tmp_path / "runs.html", site.listed_runs) == 1
-    for file in tmp_path.glob("h200/*/index.html"):
+    listed = r'<a href="h200/quick/index.html">.*?<b>([\d.]+)× \['
+    assert wrong_in(listed, tmp_path / "runs.html", site.listed_runs) == 1
+    served = tmp_path / "h200/serving-1-128/index.html"
+    assert wrong_in(r"<span>requests per second: [\d.]+ \[(\d+)", served, site.answer) == 1
+    for file in {*tmp_path.glob("h200/*/index.html")} - {served}:
         assert wrong_in(r"<b>([\d.]+)× \[", file, site.answer) == 1, file

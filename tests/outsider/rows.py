@@ -23,12 +23,12 @@ OURS |= {f"{file.stem}_dgrad" for file in FILES if "\nDGRAD = " in file.read_tex
 
 
 class Timed(NamedTuple):
-    """A row with times: the medians of its blocks and of its samples, and what ran it."""
+    """A row with times: medians of its blocks, quartiles of its samples, and what ran it."""
 
     clock: str
     process: int
     block_us: np.ndarray
-    median_us: float
+    quartiles_us: np.ndarray
     card: str
     limited: float
 
@@ -137,7 +137,7 @@ def cases(run: str) -> pd.DataFrame:
                 row["clock"],
                 row["replicate"],
                 by_block(row),
-                float(np.median(row["samples_us"])),
+                np.quantile(row["samples_us"], [0.25, 0.5, 0.75]),
                 row["device"],
                 share,
             )
@@ -171,7 +171,11 @@ def cases(run: str) -> pd.DataFrame:
         case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
         case["blocks"].compiled, case["blocks"].loads = case["compiled"], case.pop("loads", {})
         case["blocks"].cards = {timed.process: timed.card for timed in same}
-        case["median_us"] = np.median([timed.median_us for timed in same])
+        medians = [timed.quartiles_us[1] for timed in same]
+        case["median_us"] = np.median(medians)
+        case["ends_us"] = [min(medians), max(medians)]  # as pages show them beside a time
+        if len(same) == 1:
+            case["ends_us"] = [*same[0].quartiles_us[::2]]
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
         case["limited"] = f"{sum(share > 0.2 for share in shares)} of {len(same)}"
         case["device"] = device(run)

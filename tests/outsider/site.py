@@ -86,8 +86,7 @@ def listed_runs(file: Path) -> Iterator[str]:
     row = r'<tr id="[^"]*"><td class="wrap"><a href="(.*?)/index.html">(.*?)</tr>'
     for address, line in re.findall(row, file.read_text("utf-8")):
         run = at_address(address, file.parent)
-        text = re.sub(r"<[^>]*>", " ", line)
-        yield from (f"{run} {each}" for each in stated(html.unescape(text), cases(run)))
+        yield from (f"{run} {each}" for each in stated(without_tags(line), cases(run)))
 
 
 def answer(file: Path) -> Iterator[str]:
@@ -99,7 +98,12 @@ def answer(file: Path) -> Iterator[str]:
     answer = re.sub(r"<svg.*?</svg>", "", answer, flags=re.DOTALL)
     several = r'(title="[^"]*; [^"]*"><b>.*?</b>)<span.*?</span>'  # their interval is of no case
     answer = re.sub(r"–([\d.]+×)</b>", r"× \1", re.sub(several, r"\1", answer))
-    yield from stated(html.unescape(re.sub(r"<[^>]*>", " ", top + answer)), cases(run))
+    yield from stated(without_tags(top + answer), cases(run))
+
+
+def without_tags(page: str) -> str:
+    """Return the words of a page with one space between them, as `stated` expects."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def at_address(address: str, site: Path) -> str:
