@@ -22,5 +22,5 @@ def run_held(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    simulated_contest.run = run_held
+    simulated_contest.run = run_held  # type: ignore[assignment]
     worker.main()
