@@ -64,6 +64,8 @@ def cells_of(run: PublishedRun) -> Iterator[UsersCell]:
         return
     here = timed[(timed.scope == "kernel") & (timed.cache == "cold")]
     for _, contest in here.groupby(["place", "format", "tile"], sort=False):
+        if DEFAULT not in contest.kernel.array:
+            continue
         by_time = records(contest.sort_values("median_us"))
         users = [case for case in by_time if case["kernel"] == DEFAULT]
         named = [case for case in by_time if case["kernel"] != DEFAULT]

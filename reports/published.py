@@ -185,15 +185,16 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
 
     Raises ResultError if a page names an unknown block or leaves one open.
     """
-    parts: dict[str, Callable[[Runs], str]] = {"headline": headline, "agreement": agreement}
+    parts: dict[str, Callable[[Runs], str]] = {"headline": headline}
     parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
     parts |= {"terminal": terminal, "changes": headline_changes, "defaults": defaults.markdown}
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = [(run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values()]
     evidence = collect_evidence(of_runs, root / HOME)
     attention = collect_attention(of_runs, root / HOME)
-    every_cell = cells_of(runs)
-    texts["gpu_time"] = time_of_pages(runs, evidence, attention, every_cell)
+    every_cell, pairs = cells_of(runs), repeated_cases(runs)
+    texts["agreement"] = agreement(pairs)
+    texts["gpu_time"] = time_of_pages(runs, evidence, attention, every_cell, pairs)
     texts["costs"] = costs.markdown(evidence)
     brief = advice.in_brief(evidence, runs[PICTURED].device)
     texts["advice"] = f"**Should I prune?** {brief}"
@@ -203,7 +204,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     linked[root / HOME / ADVICE] = evidence.text
     linked[root / HOME / ATTENTION] = attention.text
     linked[root / HOME / cells.FILE] = cells.text_of(every_cell)
-    linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
+    linked[root / "results" / between_cards.FILE] = repeats.text_of(pairs)
     return {path: text for path, text in linked.items() if not path.exists() or _text(path) != text}
 
 
@@ -220,11 +221,11 @@ def time_of_pages(
     evidence: Evidence,
     attention: AttentionEvidence,
     every_cell: Sequence[cells.CellRecord],
+    pairs: pd.DataFrame,
 ) -> str:
     """Return the GPU time behind each page as a Markdown table."""
     names = {Path(run.home).relative_to(HOME).as_posix(): name for name, run in runs.items()}
     headlines = [runs[question.run] for question in QUESTIONS]
-    pairs = repeated_cases(runs)
     pages = {
         "the figure and the first answer of README.md": [PICTURED],
         "Headline, with the runs that confirm it": [
@@ -291,9 +292,8 @@ def figure(runs: Runs) -> str:
     )
 
 
-def agreement(runs: Runs) -> str:
+def agreement(cases: pd.DataFrame) -> str:
     """Return how often a second card agrees, in sentences and two Markdown tables."""
-    cases = repeated_cases(runs)
     tables = zip((STRATA, COVERAGE), coverage_tables(cases), strict=True)
     parts = [" ".join(explanation(cases)), *(markdown_table(*table) for table in tables)]
     return "\n\n".join(parts)

@@ -91,8 +91,8 @@ HOPPER = [
     Case((150, 200), 64, (4, 2), lists=2, bits=True, head_dim=64),
     Case((150, 260), (64, 128), (2, 1), causal=True, head_dim=64, dtype="bf16"),
     Case((150, 260), (64, 128), (2, 1), head_dim=64, density=0),
-    Case((300, 330), (256, 192), (2, 1), lists=2, head_dim=64, density=1),
-    Case((150, 300), 16, (4, 1), batch=2, causal=True),
+    Case((264, 200), (256, 192), (2, 1), lists=2, head_dim=64, density=1),
+    Case((90, 170), 16, (4, 1), batch=2, causal=True),
     Case((150, 200), 32, (4, 2), lists=2, head_dim=64, dtype="bf16"),
     Case((150, 200), (16, 64), (4, 1), bits=True, head_dim=64),
     Case((150, 200), (64, 32), (2, 2), lists=2, causal=True, density=1),
@@ -111,7 +111,7 @@ GATHERED = [
     Case((200, 330), (1, 128), (2, 1), lists=2, head_dim=64, dtype="bf16"),
     Case((300, 300), (1, 128), (2, 1), lists=2, density=0, causal=True, head_dim=64),
     Case((150, 150), (1, 128), (2, 1), lists=2, density=1, causal=True),
-    Case((400, 530), (1, 128), (2, 1), batch=2, lists=2, density=0.8, causal=True, places=True),
+    Case((300, 400), (1, 128), (2, 1), 2, 2, True, False, 64, density=0.8, places=True),
 ]
 LARGE = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),
@@ -318,9 +318,9 @@ def test_tiles_gathered_for_wgmma_are_right(case, late, rises, poisoned, monkeyp
 
 # Queries behind and before the keys, ragged blocks and tiles, a query that sees one key.
 WITHOUT_CHOICE = [
-    (Case((400, 600), (1, 128), (2, 1), batch=2, lists=2, causal=True, head_dim=64), 4),
-    (Case((500, 450), (1, 128), (2, 2), lists=2, causal=True, dtype="bf16", places=True), 3),
-    (Case((530, 530), (1, 256), (2, 1), lists=2, causal=True, head_dim=64, places=True), 2),
+    (Case((300, 400), (1, 128), (2, 1), batch=2, lists=2, causal=True, head_dim=64), 2),
+    (Case((350, 300), (1, 128), (2, 2), lists=2, causal=True, dtype="bf16", places=True), 2),
+    (Case((330, 530), (1, 256), (2, 1), lists=2, causal=True, head_dim=64, places=True), 2),
     (Case((300, 300), (1, 128), (1, 1), causal=True), 1),
     (Case((150, 300), (1, 128), (2, 1), lists=2, dtype="bf16"), 3),  # not causal: all keep all
 ]

@@ -117,11 +117,11 @@ GROUPS = [
 # The same without a fallback: several lists per group, no active units, 320 columns per warp, two
 # halves of 192, and more pieces than the threads number at once.
 ALONE = [
-    *((11, 48, 72, 0.2, 8, None), (5, 3600, 72, 1.0, 8, None)),
+    *((11, 48, 72, 0.2, 8, None), (5, 3136, 72, 1.0, 8, None)),
     *((9, 1096, 264, 0.0, 8, None), (8, 200, 2560, 0.1, 8, None)),
     *((20, 1088, 1032, 0.05, 5, None), (3, 72, 3064, 0.5, 8, None)),
-    *((5, 9000, 72, 0.4, 2, None), (3, 17000, 72, 0.2, 1, None)),
-    *((17, 1800, 72, 0.9, 6, None), (3, 1096, 2880, 0.03, 1, None)),
+    *((5, 4200, 72, 0.2, 2, None), (3, 4200, 72, 0.2, 1, None)),
+    *((13, 1104, 72, 0.9, 6, None), (3, 1096, 2880, 0.03, 1, None)),
 ]
 EVERY_GROUP = [(case, KINDS[i % 4], 0, bool(i % 2)) for i, case in enumerate(GROUPS)]
 EVERY_GROUP += [(case, KINDS[i % 2 * 2], 1, bool(i % 2)) for i, case in enumerate(GROUPS)]
