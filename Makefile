@@ -20,12 +20,12 @@ bench: .venv/installed
 	$(BIN)/sparsebench run quick
 
 test: .venv/installed
-	@echo "$$(date +%H:%M): about 8 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 7 minutes on two idle cores"
 	$(PYTEST) -m "not exhaustive and not browser"
 
 # Also run the exhaustive tests, of which `make test` has a sample, and those in a browser, if there is one.
 test-all: .venv/installed
-	@echo "$$(date +%H:%M): about 15 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 14 minutes on two idle cores"
 	$(PYTEST)
 
 # Compile every kernel that tests/compiling/record.txt does not know, and write that record.
