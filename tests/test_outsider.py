@@ -189,9 +189,9 @@ def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
         assert wrong_in(pattern, index, site.grids) == 1, what
     for name in ("formats/bsr.html", "kernels/bsr_small.html", "kernels/ffn_sparse.html"):
         assert wrong_in(GRID["speedup"], tmp_path / name, site.grids) == 1, name
-    listed = r'<a href="h200/quick/index.html">.*?<b>([\d.]+)× \['
-    assert wrong_in(listed, tmp_path / "runs.html", site.listed_runs) == 1
-    served = tmp_path / "h200/serving-1-128/index.html"
-    assert wrong_in(r"<span>requests per second: [\d.]+ \[(\d+)", served, site.answer) == 1
-    for file in {*tmp_path.glob("h200/*/index.html")} - {served}:
+    of_quick = r'<a href="h200/quick/index.html">.*?<b>([\d.]+)× \['
+    assert wrong_in(of_quick, tmp_path / "runs.html", site.listed_runs) == 1
+    of_servers = tmp_path / "h200/serving-1-128/index.html"
+    assert wrong_in(r"<span>requests per second: [\d.]+ \[(\d+)", of_servers, site.answer) == 1
+    for file in {*tmp_path.glob("h200/*/index.html")} - {of_servers}:
         assert wrong_in(r"<b>([\d.]+)× \[", file, site.answer) == 1, file

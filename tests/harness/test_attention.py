@@ -124,10 +124,10 @@ def test_work_is_counted_by_elements_and_dense_work_without_the_mask() -> None:
     assert load_op("attention_backward").flops(backward, whole) == 2.5 * op.flops(p, whole)
 
 
-def outputs(p: Problem, drawn: DenseOperands) -> list[Tensor]:
+def outputs(p: Problem, inputs: DenseOperands) -> list[Tensor]:
     """Return the definition and the spread of all operands, with those that follow from others."""
-    op, every = load_op(p.op), {**drawn.weights, **drawn.activations}
-    op.derive(p, drawn.weights, every)
+    op, every = load_op(p.op), {**inputs.weights, **inputs.activations}
+    op.derive(p, inputs.weights, every)
     return [with_fields(function, p)(**every) for function in (op.definition, op.spread)]
 
 

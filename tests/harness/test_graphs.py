@@ -51,13 +51,13 @@ def test_hubs_have_the_cells_of_their_level(nodes: int, m: int) -> None:
 @pytest.mark.parametrize("most", [1, 2, 2**31])
 def test_a_link_goes_to_the_node_whose_share_of_the_links_holds_its_die(nodes, m, most) -> None:
     """Each older node that a new one has not reached yet has as many numbers as links."""
-    drawn = np.random.default_rng(m).integers(0, most, (nodes, nodes))
+    dice = np.random.default_rng(m).integers(0, most, (nodes, nodes))
     links = [0] * nodes
     linked = np.eye(nodes, dtype=bool)
     linked[:m, :m] = True
     for new in range(m, nodes):
         reached: list[int] = []
-        for die in drawn[new, :m]:
+        for die in dice[new, :m]:
             left = [old for old in range(new) if old not in reached]
             share = [old for old in left for _ in range(links[old] if new > m else 1)]
             reached.append(share[die % len(share)])
@@ -65,7 +65,7 @@ def test_a_link_goes_to_the_node_whose_share_of_the_links_holds_its_die(nodes, m
         for old in reached:
             links[old] += 1
             linked[new, old] = linked[old, new] = True
-    assert np.array_equal(hubs(drawn, m), linked)
+    assert np.array_equal(hubs(dice, m), linked)
 
 
 def test_the_largest_hubs_are_as_large_as_a_library_s() -> None:

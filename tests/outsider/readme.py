@@ -409,8 +409,8 @@ def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
 
 def requests(text: str, matches: pd.DataFrame) -> Iterator[str]:
     """Yield each rate that no server gives: requests per second: 526 [522, 526], dense 394 […]."""
-    served = matches[matches.op == "serving"]
-    times = zip(served.requests, served.median_us, served.ends_us, strict=True)
+    servers = matches[matches.op == "serving"]
+    times = zip(servers.requests, servers.median_us, servers.ends_us, strict=True)
     rates = [tuple(1e6 * n / us for us in (middle, *ends[::-1])) for n, middle, ends in times]
     for shown in re.findall(r"[\d.]+ \[[\d.]+, [\d.]+\]", text):
         TALLY["stated"] += 3

@@ -26,7 +26,7 @@ from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.results.record import Row
 from sparsebench.results.run import store
 from tests.simulated.in_process import in_this_process
-from tests.slurm import held
+from tests.slurm import waiting_worker
 from tests.slurm.box import Box, box, missing
 
 pytest.importorskip("submitit")
@@ -130,8 +130,8 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     suite, out, hold = (tmp_path / name for name in ("cluster.yaml", "run", "hold"))
     suite.write_text(SUITE)
     hold.touch()
-    monkeypatch.setenv(held.FILE, str(hold))
-    monkeypatch.setenv(stand_in.VARIABLE, "sim=tests.slurm.held")
+    monkeypatch.setenv(waiting_worker.FILE, str(hold))
+    monkeypatch.setenv(stand_in.VARIABLE, "sim=tests.slurm.waiting_worker")
     sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
     until(lambda: sent.done(1) > 1 and sent.done(2) > 1, "two parts begun")
 

@@ -56,9 +56,9 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     sizes, device = Selection(64, (4096, 4096), (64, 64), True, 7, 1, 1).sizes, torch.device("cpu")
     for mass in (1.0, 0.9):
         _select_launch.__wrapped__((*sizes,), mass, 65, torch.float32, device)
-    for d, heads, rounded in ((128, 4, torch.float32), (96, 3, torch.bfloat16)):
+    for d, heads, of_means in ((128, 4, torch.float32), (96, 3, torch.bfloat16)):
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
-        _means_launch.__wrapped__(*shape, device, 64, 1, rounded)
+        _means_launch.__wrapped__(*shape, device, 64, 1, of_means)
     assert len(programs) == 18
     for program in (*programs, *(one.before for one in programs if one.before)):
         complaint = complaint_about_launch(program, capability)

@@ -38,17 +38,15 @@ def add(*operands: Tensor, **options: Any) -> Tensor:
     return total
 
 
-def drawn(count: int = 2) -> list[Tensor]:
+def draw(count: int = 2) -> list[Tensor]:
     return [torch.randint(-9, 9, (2, 3, COLUMNS)).float() for _ in range(count)]
 
 
-def strided() -> list[Tensor]:
-    return [x.mT.contiguous().mT for x in drawn()]
+def views() -> list[Tensor]:
+    return [x.mT.contiguous().mT for x in draw()]
 
 
-def calls_in_python(
-    times: int, operands: Callable[[], list[Tensor]] = drawn, **options: Any
-) -> int:
+def calls_in_python(times: int, operands: Callable[[], list[Tensor]] = draw, **options: Any) -> int:
     """Return how many of some calls ran in Python, and check the result of each."""
     SEEN.clear()
     for _ in range(times):
@@ -59,11 +57,11 @@ def calls_in_python(
 
 def replays(test: Any) -> Any:
     """Mark a test of calls that front.cpp replays without a GPU."""
-    return reduce(lambda marked, mark: mark(marked), on_a_cpu, test)
+    return reduce(lambda result, mark: mark(result), on_a_cpu, test)
 
 
 @pytest.fixture(autouse=True)
-def nothing_recorded() -> None:
+def forget_recordings() -> None:
     _recordings.cache_clear()
     BOUND.clear()
 
@@ -73,7 +71,7 @@ def test_a_call_that_repeats_runs_no_python() -> None:
     assert calls_in_python(6, keep=3) == 2  # one that plans, one on a tape
     assert calls_in_python(6, keep=3) == 0
     assert calls_in_python(6, keep=4) == 2
-    assert calls_in_python(6, partial(drawn, 3), keep=3) == 2
+    assert calls_in_python(6, partial(draw, 3), keep=3) == 2
     assert calls_in_python(3, keep=3) == 0
 
 
@@ -83,28 +81,28 @@ def test_bad_options_are_refused_in_each_call() -> None:
     for _ in range(3):
         for keep in (True, 1.0, torch.tensor(1), [1]):  # the first three equal 1
             with pytest.raises(Unsupported):
-                replay_or_record(add, tuple(drawn()), {"keep": keep})
+                replay_or_record(add, tuple(draw()), {"keep": keep})
     assert calls_in_python(4, keep=1) == 0
 
 
 @replays
 def test_operands_of_other_sizes_or_layouts_are_not_mixed_up() -> None:
     calls_in_python(4)
-    assert calls_in_python(4, lambda: [x.flatten(0, 1) for x in drawn()]) == 2
-    assert calls_in_python(4, strided) == 0
-    assert calls_in_python(4, lambda: drawn(1) * 2) == 0  # one tensor for both
+    assert calls_in_python(4, lambda: [x.flatten(0, 1) for x in draw()]) == 2
+    assert calls_in_python(4, views) == 0
+    assert calls_in_python(4, lambda: draw(1) * 2) == 0  # one tensor for both
 
 
 @replays
 def test_views_that_no_kernel_reads_are_recorded_as_copies() -> None:
-    assert calls_in_python(6, strided) == 2
+    assert calls_in_python(6, views) == 2
     assert calls_in_python(6) == 0
 
 
 @replays
 def test_a_recording_keeps_no_operand_and_no_result() -> None:
     for _ in range(4):
-        operands = drawn()
+        operands = draw()
         tensors = [*operands, replay_or_record(add, tuple(operands), {})]
         alive = [*map(ref, tensors)]
         del operands, tensors
@@ -115,7 +113,7 @@ def test_a_recording_keeps_no_operand_and_no_result() -> None:
 
 @replays
 def test_a_result_that_is_written_changes_no_later_one() -> None:
-    a, b = drawn()
+    a, b = draw()
     for _ in range(5):
         o = replay_or_record(add, (a, b), {})
         assert torch.equal(o, a + b)
@@ -138,13 +136,13 @@ def test_a_call_too_large_to_record_runs_in_python(monkeypatch) -> None:
 def test_a_call_that_torch_must_see_runs_in_python() -> None:
     calls_in_python(4)
     for _ in range(3):
-        a, b = (x.requires_grad_() for x in drawn())
+        a, b = (x.requires_grad_() for x in draw())
         o = replay_or_record(add, (a, b), {})
         assert torch.equal(torch.autograd.grad(o.sum(), a)[0], torch.ones_like(a))
     with FlopCounterMode(display=False):
         assert calls_in_python(4) == 4
     with torch.no_grad():
-        assert calls_in_python(4, lambda: [x.requires_grad_() for x in drawn()]) < 4
+        assert calls_in_python(4, lambda: [x.requires_grad_() for x in draw()]) < 4
     with torch.inference_mode():
         assert calls_in_python(4) < 4
         assert calls_in_python(4) == 0
@@ -207,11 +205,11 @@ def selections(monkeypatch) -> list[Any]:
     """Return a list that gets an item for each mask that Python makes from scores."""
     items, from_scores = [], BlockMask.from_scores
 
-    def counted(cls: Any, *args: Any, **options: Any) -> BlockMask:
+    def count(cls: Any, *args: Any, **options: Any) -> BlockMask:
         items.append(args)
         return from_scores(*args, **options)
 
-    monkeypatch.setattr(BlockMask, "from_scores", classmethod(counted))
+    monkeypatch.setattr(BlockMask, "from_scores", classmethod(count))
     return items
 
 
@@ -220,15 +218,15 @@ def selections(monkeypatch) -> list[Any]:
 def test_whole_calls_equal_those_in_python_on_a_gpu(name: str, selections) -> None:
     call = CALLS[name]
     with torch.no_grad():
-        for draw in range(8):
+        for number in range(8):
             operands = on_gpu()
-            if draw == 5:  # views that no kernel reads
+            if number == 5:  # views that no kernel reads
                 operands = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands]
-            if draw == 6:
+            if number == 6:
                 operands[1][:, 200] = torch.nan
             selections.clear()
             actual = call(*operands)
-            assert draw < 2 or name in IN_TORCH or not selections
+            assert number < 2 or name in IN_TORCH or not selections
             right = in_python(call, *operands)
             assert equal(actual, right)
             with torch.autocast("cuda", torch.bfloat16):
@@ -259,13 +257,13 @@ def test_other_sizes_are_replayed_on_a_gpu(
 ) -> None:  # fmt: skip
     (queries, keys), (many, few) = tokens, heads
     call = torch.no_grad()(CALLS[name])
-    for draw in range(5):
+    for number in range(5):
         q = torch.randn(2, queries, many, d, device="cuda", dtype=dtype)
-        packed = torch.randn(2, keys, few, 2 * d, device="cuda", dtype=dtype)
-        operands = q, *packed.split(d, 3)  # no kernel of attention reads these views
+        both = torch.randn(2, keys, few, 2 * d, device="cuda", dtype=dtype)
+        operands = q, *both.split(d, 3)  # no kernel of attention reads these views
         selections.clear()
         actual = call(*operands)
-        assert draw < 2 or not selections
+        assert number < 2 or not selections
         assert equal(actual, in_python(call, *operands))
 
 
@@ -284,9 +282,9 @@ def test_a_replay_needs_no_more_memory_than_python_on_a_gpu(name: str, selection
         call(*operands)
         in_python(call, *operands)
     selections.clear()
-    replayed = peak(lambda: call(*operands))
+    peak_of_replay = peak(lambda: call(*operands))
     assert not selections
-    assert replayed <= 1.05 * peak(lambda: in_python(call, *operands))
+    assert peak_of_replay <= 1.05 * peak(lambda: in_python(call, *operands))
 
 
 @pytest.mark.gpu
@@ -296,7 +294,7 @@ def test_streams_and_early_captures_are_kept_apart_on_a_gpu(name: str) -> None:
     right = [in_python(call, *operands) for operands in several]
     streams, graph = [torch.cuda.Stream() for _ in range(3)], torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=streams[2]):  # before any call is recorded
-        captured = call(*several[0])
+        output = call(*several[0])
     torch.cuda.synchronize()
     results = []
     for i in range(24):
@@ -304,7 +302,7 @@ def test_streams_and_early_captures_are_kept_apart_on_a_gpu(name: str) -> None:
             results.append(call(*several[i % 6]))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(captured, right[0])
+    assert torch.equal(output, right[0])
     assert all(torch.equal(o, right[i % 6]) for i, o in enumerate(results))
 
 
@@ -325,12 +323,12 @@ def test_threads_and_graphs_keep_whole_calls_apart_on_a_gpu(name: str) -> None:
     operands, graph = [x.clone() for x in several[0]], torch.cuda.CUDAGraph()
     repeat(operands)
     with torch.cuda.graph(graph):
-        captured = call(*operands)
+        output = call(*operands)
     for other, o in zip(several[::-1], right[::-1], strict=True):
         for x, y in zip(operands, other, strict=True):
             x.copy_(y)
         graph.replay()
-        assert torch.equal(captured, o)
+        assert torch.equal(output, o)
         assert torch.equal(call(*other), o)
 
 

@@ -8,6 +8,7 @@ from sparsebench import testing
 PROBLEM = "m=8 n=64 k=64 pattern=main_diagonal sparsity=0.984375"
 CHECKS = [
     *testing.format_checks("diagonal", [torch.eye(64), torch.diag(torch.arange(5.0))]),
+    *testing.kernel_checks("diagonal_torch", PROBLEM),
     *testing.kernel_checks("diagonal_relu", PROBLEM),
     *testing.op_checks("linear_relu"),
     *testing.pattern_checks("main_diagonal", n=64, k=64, sparsity=0.984375),

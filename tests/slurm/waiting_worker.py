@@ -10,17 +10,17 @@ from typing import Any
 
 from tests.simulated import simulated_contest, worker
 
-FILE = "SPARSEBENCH_HELD"
-run, begun = simulated_contest.run, count()
+FILE = "SPARSEBENCH_WAITS"
+run, numbers = simulated_contest.run, count()
 
 
-def run_held(*arguments: Any) -> Any:
-    number = next(begun)
+def run_or_wait(*arguments: Any) -> Any:
+    number = next(numbers)
     while number >= 2 and os.path.exists(os.environ.get(FILE, "")):
         time.sleep(0.1)
     return run(*arguments)
 
 
 if __name__ == "__main__":
-    simulated_contest.run = run_held  # type: ignore[assignment]
+    simulated_contest.run = run_or_wait  # type: ignore[assignment]
     worker.main()
