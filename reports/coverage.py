@@ -19,7 +19,7 @@ from sparsebench.results.comparison.repeats import (
     with_tests,
 )
 from sparsebench.results.formatting import amount, join_words, significant
-from sparsebench.results.statistics.between_cards import EDGES_US, packaged_variation
+from sparsebench.results.statistics.between_cards import packaged_variation
 from sparsebench.results.tables.frame import records
 
 COUNTS = ["cases", "inside", "unchanged, by processes alone", "unchanged"]
@@ -29,23 +29,21 @@ COVERAGE = ["first run", "second run", *COUNTS]
 
 def explanation(repeats: pd.DataFrame) -> list[str]:
     """Return sentences that explain the tables and the variation between cards."""
-    pooled = packaged_variation().pooled
+    by_class = [
+        f"{significant(100 * each.sd, 2)} % ({name}: {amount(each.cases, 'case')} on "
+        f"{amount(each.cards, 'card')}, {significant(each.freedom, 2)} degrees of freedom)"
+        for name, each in packaged_variation().classes.items()
+    ]
     variation = (
         "Speedups also differ from card to card, from day to day and between versions of the "
         "harness. In the published runs, the standard deviation of this variation is "
-        f"{significant(100 * pooled.sd, 2)} % ({amount(pooled.cases, 'case')} on "
-        f"{amount(pooled.cards, 'card')}). A jackknife over the cards gives this estimate "
-        f"{significant(pooled.freedom, 2)} degrees of freedom. "
-        "Every interval of a verdict includes this variation. It is estimated by kernel and by "
-        f"time (limits: {join_words([f'{edge:g}' for edge in EDGES_US])} µs). The fewer degrees of "
-        "freedom a kernel's own estimate has, the closer the result is to that of all kernels."
+        f"{join_words(by_class)}, by a jackknife over the cards. Every interval of a verdict "
+        "includes it. The fewer degrees of freedom the estimate of a kernel has, the closer the "
+        "result is to that of all kernels with such times."
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]
-    held_out = (
-        "The variation used to test a pair of runs is estimated from the cases that none of their "
-        "cards measured."
-    )
+    held_out = "Each pair of runs is tested with the variation of cases that other cards measured."
     return [
         "The cases below were measured in two runs on different cards of one kind, over dense on "
         "the same zeros. Both runs searched for their configurations and ran the same kernel: "

@@ -10,7 +10,7 @@
     f   =  2 v² / var(v), at most cards - 1        its degrees of freedom (Satterthwaite 1946)
     var(v) = (n - 1) / n Σ (v_c - mean v_c)²       jackknife: v_c leaves out the repeats of card c
 
-They are estimated for all repeats together and for each stratum, a kernel and a class of times.
+They are estimated for each class of times and for each stratum, a kernel in a class of times.
 between_cards.py pools the two. Repeats are not independent: 17 cards measured the first 503, some
 in several runs. Over pairs of runs they seem to have 34 degrees of freedom, over cards 7.5.
 
@@ -120,12 +120,17 @@ def repeats(runs: Iterable[Verdicts]) -> pd.DataFrame:
 
 
 def variation(repeats: pd.DataFrame) -> BetweenCards:
-    """Return the variation between cards, of all repeats and of each stratum."""
+    """Return the variation between cards, of each class of times and of each stratum.
+
+    A class without a repeat has the variation of all repeats.
+    """
     names = [stratum(*line) for line in zip(repeats.kernel, repeats.us_a, strict=True)]
     chains = sorted({*repeats.kernel[repeats.scope == CHAIN]})
-    (pooled,) = _variations(repeats, [""] * len(repeats)).values() or [Variation(0.0, 1.0, 0, 0)]
-    pooled = replace(pooled, freedom=max(1.0, pooled.freedom))
-    return BetweenCards(pooled, _variations(repeats, names), chains)
+    (every,) = _variations(repeats, [""] * len(repeats)).values() or [Variation(0.0, 1.0, 0, 0)]
+    classes = dict.fromkeys(CLASSES, every)
+    classes |= _variations(repeats, [time_class(us) for us in repeats.us_a])
+    classes = {n: replace(each, freedom=max(1.0, each.freedom)) for n, each in classes.items()}
+    return BetweenCards(classes, _variations(repeats, names), chains)
 
 
 def with_tests(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
@@ -236,10 +241,8 @@ def _variation(repeats: pd.DataFrame) -> Variation:
     rest = sums.sum(axis=0) - of_card.T @ sums  # [cards, 2], without each card
     estimates = np.divide(*rest[rest[:, 1] > 1e-9].T)  # a card may be in all repeats
     excess, weight = sums.sum(axis=0)
-    variance, error = (
-        max(0.0, excess / weight),
-        (len(estimates) - 1) * np.var(estimates) if len(estimates) else 0.0,
-    )
+    variance = max(0.0, excess / weight)
+    error = (len(estimates) - 1) * np.var(estimates) if len(estimates) else 0.0
     freedom = min(2 * variance**2 / error, len(cards) - 1) if error else 0.0
     return Variation(
         round(float(variance**0.5), 6), round(float(freedom), 3), len(repeats), len(cards)

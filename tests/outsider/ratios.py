@@ -17,7 +17,7 @@ from math import comb
 import numpy as np
 import pandas as pd
 
-from tests.outsider.rows import HOME, Blocks, cases, device, logs_of, runs
+from tests.outsider.rows import HOME, LENGTHS, Blocks, cases, device, logs_of, runs
 
 Estimate = tuple[float, float]  # a standard deviation and its degrees of freedom
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
@@ -73,8 +73,9 @@ def between(ours: Blocks) -> float:
 
 
 def of_stratum(stratum: str, by_stratum: dict[str, Estimate]) -> Estimate:
-    """Return the variation of a stratum, drawn towards that of all; few cards measured most."""
-    return weighted(by_stratum[""], by_stratum.get(stratum, (0.0, 0.0)))
+    """Return the variation of a stratum, drawn towards that of all kernels with such times."""
+    length = stratum.partition(", ")[2]
+    return weighted(by_stratum[length], by_stratum.get(stratum, (0.0, 0.0)))
 
 
 def weighted(*estimates: Estimate) -> Estimate:
@@ -85,16 +86,16 @@ def weighted(*estimates: Estimate) -> Estimate:
 
 @cache
 def variation(without: frozenset[str] = frozenset()) -> dict[str, Estimate]:
-    """Return the standard deviation over cards and its freedom, by stratum and of all ("").
+    """Return the standard deviation over cards and its freedom, by stratum and by class of times.
 
     They come from the repeats that no card of `without` measured.
     """
     lines = repeats()
     lines = lines[[without.isdisjoint(cards) for cards in lines.cards]]
-    groups = {"": lines, **dict(iter(lines.groupby("stratum")))}
-    by_stratum = {name: jackknife(group) for name, group in groups.items()}
-    sd, freedom = by_stratum[""]
-    return {**by_stratum, "": (sd, max(1.0, freedom))}
+    by_length = dict(iter(lines.groupby(lines.stratum.str.partition(", ")[2])))
+    estimates = {name: jackknife(by_length.get(name, lines)) for name in LENGTHS}
+    of_class = {name: (sd, max(1.0, freedom)) for name, (sd, freedom) in estimates.items()}
+    return of_class | {name: jackknife(group) for name, group in lines.groupby("stratum")}
 
 
 def jackknife(lines: pd.DataFrame) -> Estimate:

@@ -60,12 +60,12 @@ def published(page: str) -> Iterator[str]:
     yield from users(page)
     yield from gpu_time(table(page, "page | runs"))
     file = json.loads((ROOT / "results/between_cards.json").read_text())
-    shown = {"": file["pooled"], **file["strata"]}
+    shown = {**file["classes"], **file["strata"]}
     for name, (sd, freedom) in variation().items():
         entry = shown.pop(name, {"sd": np.nan, "freedom": np.nan})
         away = abs(entry["sd"] - sd), abs(entry["freedom"] - freedom)
         if not (away[0] <= 3e-6 and away[1] <= 0.01):  # which is of speedups rounded to 1e-6
-            yield f"between_cards.json, {name or 'pooled'}: found {sd}, {freedom}"
+            yield f"between_cards.json, {name}: found {sd}, {freedom}"
     if shown or {*file["chains"]} != chains():
         yield f"between_cards.json: found {[*variation()]}, {chains()}"
     yield from listed(table(page, "run | suite"))

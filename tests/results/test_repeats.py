@@ -24,6 +24,7 @@ from sparsebench.results.formatting import brackets, conditions
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import between_cards
 from sparsebench.results.statistics.between_cards import (
+    CLASSES,
     SCHEMA,
     BetweenCards,
     Variation,
@@ -123,9 +124,12 @@ def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None
 
 
 def test_a_stratum_counts_by_its_freedom() -> None:
-    pooled, of_wgrad = Variation(0.01, 6.0, 9, 9), Variation(0.04, 2.0, 3, 3)
-    both = BetweenCards(pooled, {"bsr_wgrad, 12 to 50 µs": of_wgrad}, [])
-    assert both.of("bsr_wgrad", 50.0) == both.of("bsr_wgmma", 20.0) == pooled
+    usual, of_wgrad = Variation(0.01, 6.0, 9, 9), Variation(0.04, 2.0, 3, 3)
+    classes = dict.fromkeys(CLASSES, usual) | {"below 12 µs": replace(usual, sd=0.02)}
+    both = BetweenCards(classes, {"bsr_wgrad, 12 to 50 µs": of_wgrad}, [])
+    for kernel, us, sd in (("bsr_wgrad", 50.0, 0.01), ("bsr_wgmma", 20.0, 0.01), ("x", 9.0, 0.02)):
+        assert both.of(kernel, us).sd == pytest.approx(sd)
+        assert both.of(kernel, us).freedom == 6
     assert both.of("bsr_wgrad", 12.0).freedom == 8
     assert both.of("bsr_wgrad", 12.0).sd == pytest.approx(np.sqrt((6 * 1e-4 + 2 * 16e-4) / 8))
 
@@ -151,9 +155,9 @@ def test_a_ratio_is_widened_by_squares_and_a_range_is_not() -> None:
 def test_the_variation_is_estimated_again_by_kernel() -> None:
     world, draw = World("", card=0.01, process=0.003, wider=4.0), np.random.default_rng(1)
     actual = variation(repeats(campaign(world, draw)))
-    assert actual.strata["bsr_triton, 50 to 400 µs"].sd == pytest.approx(0.01, rel=0.5)
-    assert actual.strata["bsr_wgrad, 50 to 400 µs"].sd == pytest.approx(0.04, rel=0.5)
-    assert (actual.pooled.cases, actual.pooled.cards) == (64, 16)
+    assert actual.strata["bsr_triton, above 50 µs"].sd == pytest.approx(0.01, rel=0.5)
+    assert actual.strata["bsr_wgrad, above 50 µs"].sd == pytest.approx(0.04, rel=0.5)
+    assert {(each.cases, each.cards) for each in actual.classes.values()} == {(64, 16)}
 
 
 def test_the_freedom_is_that_of_a_jackknife_over_cards() -> None:
@@ -171,7 +175,7 @@ def test_the_freedom_is_that_of_a_jackknife_over_cards() -> None:
     ]
     mean = table.excess.sum() / 2 / len(table)
     freedom = 2 * mean**2 / (3 / 4 * np.sum((left - np.mean(left)) ** 2))
-    actual = variation(table).pooled
+    actual = variation(table).classes["above 50 µs"]
     assert (len(table), actual.cards) == (6, 4)
     assert actual.sd == pytest.approx(np.sqrt(mean), abs=1e-6)
     assert actual.freedom == pytest.approx(min(3, freedom), abs=1e-3)
@@ -208,7 +212,7 @@ def test_holms_correction_makes_a_stratum_with_few_inside_stand_out() -> None:
     inside = np.arange(len(table)) >= 32
     table = table.assign(op=["linear_wgrad"] * 32 + ["linear"] * 32, inside=inside)
     by = strata(table.assign(covers=True, covers_cards=True)).set_index("stratum")
-    assert list(by.index) == ["linear", "linear_wgrad", "50 to 400 µs"]
+    assert list(by.index) == ["linear", "linear_wgrad", "above 50 µs"]
     assert by.p["linear_wgrad"] == pytest.approx(3 * 0.15**32)
     assert by.p["linear"] == 1
 
@@ -251,10 +255,10 @@ def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None
     (tmp_path / between_cards.FILE).write_text(text)
     monkeypatch.setattr(between_cards, "files", lambda package: tmp_path)
     packaged_variation.cache_clear()
-    with pytest.raises(ResultError, match="between-cards@2"):
+    with pytest.raises(ResultError, match="between-cards@3"):
         packaged_variation()
     monkeypatch.undo()
-    assert packaged_variation().pooled.sd > 0
+    assert packaged_variation().classes["below 12 µs"].sd > 0
 
 
 def test_two_chains_of_unknown_variation_are_not_settled() -> None:
