@@ -38,6 +38,14 @@ def test_a_workload_has_the_means_of_times_and_gains_over_shared_cells(lines: An
     assert "sparsity gains less there" in two.sentence
     back = two_gpus(lines, *reversed(lines.gpu.unique()))
     assert "sparsity gains more there" in back.sentence
+    assert "faster in every cell of 1 of 1 workload, and slower in every cell of 0." in two.sentence
+
+
+def test_a_gpu_is_not_faster_where_a_cell_is_slower(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    one = (lines.gpu == second) & (lines["shape"] == lines["shape"].iloc[0])
+    mixed = lines.assign(median_us=lines.median_us.mask(one, lines.median_us * 2))
+    assert "faster in every cell of 0 of 1 workload" in two_gpus(mixed, first, second).sentence
 
 
 def test_a_gpu_that_is_much_slower_takes_times_as_long(lines: Any) -> None:
