@@ -113,7 +113,7 @@ def test_the_table_of_published_gpus_is_the_same_above_every_case(monkeypatch, t
     names = zip(RUNS, ("H100", "H200"), strict=True)
     read = [sides.side(store.read(run), name=name) for run, name in names]
     monkeypatch.setattr(sides, "find", lambda *_: read)
-    above, _, below = output("compare", "H100", "H200", "--cells").partition("Without")
+    above, _, below = output("compare", "H100", "H200", "--cells").partition("Baselines aside")
     assert above == table
     assert "Every case, largest difference first" in below
 
