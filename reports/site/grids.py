@@ -158,7 +158,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
     return [
         {
-            **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
+            **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name", "over")},
             **{name: _text(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")},
             "m": "" if pd.isna(line["m"]) else str(int(line["m"])),
             "level": percent(line["level"]),
