@@ -175,7 +175,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
 def wins(lines: pd.DataFrame) -> list[str]:
     """Return a sentence per GPU: how many contests these lines win."""
     return [
-        f"{gpu}: the fastest in {len(group[group.wins])} of "
+        f"{gpu}: nothing, dense or sparse, was faster in {len(group[group.wins])} of "
         f"{amount(len(group.drop_duplicates(['run', 'place'])), 'contest')}."
         for gpu, group in lines.groupby("gpu", sort=False)
     ]

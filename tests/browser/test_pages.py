@@ -171,6 +171,11 @@ def test_pages_of_formats_have_a_filter(places: dict[str, Path], show: Any) -> N
     assert {*page.locator("#cases tbody tr:visible td:nth-child(8)").all_inner_texts()} == {"128"}
 
 
+def test_times_are_sorted_by_their_length_in_any_unit(places: dict[str, Path], show: Any) -> None:
+    numbers = show(places["format"]).page.evaluate("['9.12 µs', '1.05 ms', '2 s'].map(number)")
+    assert numbers == [9.12, 1050, 2e6]
+
+
 def test_an_old_address_leads_to_the_run(site: Path, show: Any) -> None:
     olds = site.glob("runs/nvidia-h200-sparsity-*/index.html")
     old = next(page for page in olds if "h200/sparsity-4096/" in page.read_text("utf-8"))
