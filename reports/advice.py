@@ -186,7 +186,8 @@ def commands(answer: Answer) -> dict[str, str]:
     (way, sparsity), load = KINDS[best.kind], "from transformers import AutoModelForCausalLM"
     if way in TORCHAO:
         load += f", TorchAoConfig; from torchao.quantization import *; model = {FROM}("
-        load += f"{folder!r}, quantization_config=TorchAoConfig({TORCHAO[way]}))"
+        stored = model.source.partition("huggingface.co/")[2].partition("/blob/")[0] or folder
+        load += f"{stored!r}, quantization_config=TorchAoConfig({TORCHAO[way]}))"
         return {"load, in Python, with torchao": load, **lines}
     pattern = f"2:4 --dense {1 - 2 * sparsity:g}" if way == TWO_FOUR else f"{sparsity:g} --dense 0"
     load = f'import sparsebench.nn; {load}; model = {FROM}("pruned")'
@@ -311,6 +312,7 @@ def _of_losses(losses: Sequence[Loss]) -> list[str]:
     subjects = dict.fromkeys(each.subject for each in losses)
     tokens = dict.fromkeys(f"{each.held_out:,}" for each in losses)
     most = "; each kind shows the model that lost most" if len(subjects) > 1 else ""
+    most += "; losses over different numbers of tokens do not compare" if len(tokens) > 1 else ""
     return [
         f"Quality was measured on {join_words([*subjects])}, with pruned MLPs or fewer bits, over "
         f"{join_words([*tokens])} held-out tokens, with the best method that was measured{most}."

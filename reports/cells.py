@@ -29,9 +29,11 @@ from rich.text import Text
 from sparsebench._discovery import did_you_mean
 from sparsebench._gpus import unknown_gpu
 from sparsebench.errors import ResultError
+from sparsebench.reports.grids import WEIGHTS
 from sparsebench.reports.tables import Table
 from sparsebench.results.files import parse_json, unzip
 from sparsebench.results.formatting import PATTERNS, amount, between, duration
+from sparsebench.results.tables.contests import multiplies_zeros
 from sparsebench.results.tables.frame import records
 
 SCHEMA: Final = "sparsebench/cells@2"
@@ -66,21 +68,28 @@ class SearchResult:
 def cells(lines: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a cell for each problem, row and GPU of the lines of cards, dense ones left out."""
     best = that_count(lines).sort_values(["gpu", "problem", "row", "run"])
-    return [_cell(line) for line in records(best)]
+    return [_cell(line) for line in records(best.assign(zeros=multiplies_zeros(best)))]
 
 
 def that_count(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest sparse line of each problem, row and GPU, from the run that counts.
+    """Return the fastest sparse line of each problem, row and GPU, from the run that counts."""
+    return best_lines(lines[lines.side != "dense"], ["gpu", "problem_id", "row"])
 
-    If several runs have one, verdicts come first, then the run with the most contenders, then with
-    the most processes, then the latest.
+
+def best_lines(sparse: pd.DataFrame, cell: list[str], first: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the fastest of some lines in each cell (their values of columns), from a single run.
+
+    Lines that have the columns `first` come first, then verdicts, then runs with the kernel that is
+    the fastest of all runs, then those with the most contenders, the most processes, the latest.
     """
-    sparse = lines[lines.side != "dense"]
-    rivals = sparse.groupby(["run", "problem_id"]).case_id.transform("size")
-    order = ["verdict", "rivals", "processes", "day", "gain", "rate"]
-    ranked = sparse.assign(rivals=rivals, rate=-sparse.median_us)
-    ranked = ranked.sort_values(order, ascending=False, kind="stable")
-    return ranked.drop_duplicates(["gpu", "problem_id", "row"])
+    fast = sparse.assign(rate=-sparse.median_us)
+    fast = fast.sort_values(["verdict", "rate"], ascending=False, ignore_index=True)
+    names, columns = fast.name.str.removesuffix(" (by default)"), [fast[each] for each in cell]
+    lead = names == names.groupby(columns, dropna=False).transform("first")
+    lead = lead.groupby([fast.run, *columns], dropna=False).transform("any")
+    fast = fast.assign(lead=lead, rivals=fast.groupby(["run", "problem_id"]).run.transform("size"))
+    order = [*first, "verdict", "lead", "rivals", "processes", "day", "gain", "rate"]
+    return fast.sort_values(order, ascending=False, kind="stable").drop_duplicates(cell)
 
 
 def _cell(line: Mapping[Any, Any]) -> dict[str, Any]:
@@ -95,8 +104,8 @@ def _cell(line: Mapping[Any, Any]) -> dict[str, Any]:
         "run": f"{line['suite']} {line['name_of_run']}",
     }
     gain = between(line["gain"], line["low"], line["high"])
-    over = "over unpruned dense" if line["over"] == "original" else "over dense on the same zeros"
-    dense = f" {over} ({line['dense_name']}, {duration(line['dense_us'])})"
+    over = f" {WEIGHTS[line['over']]}" if line["zeros"] and line["over"] in WEIGHTS else ""
+    dense = f" over dense{over} ({line['dense_name']}, {duration(line['dense_us'])})"
     has_gain = pd.notna(line["gain"])
     return {
         "head": f"{line['row']}: {line['problem']}, on {line['gpu']}",

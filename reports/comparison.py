@@ -205,9 +205,7 @@ def sentences(other: Changes) -> list[str]:
     """Write the result against the first side, in up to three sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
-    first = (
-        f"Without the baselines, {b} is faster than {a} in {counts.get('faster', 0)} of {of_cases}"
-    )
+    first = f"Baselines aside, {b} is faster than {a} in {counts.get('faster', 0)} of {of_cases}"
     first += f" and slower in {counts.get('slower', 0)}"
     rest = [f"{are(counts[w], 'case')} {w}" for w in ("equal", "not settled", "not measured")
             if counts.get(w)]  # fmt: skip

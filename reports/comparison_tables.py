@@ -51,7 +51,7 @@ Line = Mapping[Any, Any]
 
 
 def grid(other: Changes) -> Table:
-    """Return what each format gains over dense on both devices, in the problems of both."""
+    """Return what each format gains over dense, in the problems that it has on both devices."""
     problems = {*other.cases.problem_id}
     parts = []
     for end in (other.a, other.b):
@@ -61,7 +61,9 @@ def grid(other: Changes) -> Table:
             if len(timed):
                 lines = with_shapes(usual(timed)).merge(counted, on=KEYS)
                 parts.append(lines.assign(side_name=end.name, run=f"{end.name} {number}"))
-    by_format = grid_of(pd.concat(parts, ignore_index=True), "side_name")
+    every = pd.concat(parts, ignore_index=True)
+    shared = every.groupby(["problem_id", "row"]).side_name.transform("nunique") == 2
+    by_format = grid_of(every[shared], "side_name")
     title = "Speedup of each format over the fastest dense contender, in all shared problems"
     return grid_table(by_format, f"{title}; ?: not settled")
 

@@ -132,6 +132,11 @@ def block_of(curve: SelectionCurve) -> str:
     return str(keys) if square else f"{queries} × {keys}"
 
 
+def is_look(points: Sequence[CurvePoint]) -> bool:
+    """Return whether one of the points has fewer processes than a verdict."""
+    return min(each.processes for each in points) < FEWEST
+
+
 def kept_of(curve: SelectionCurve) -> str:
     return f"{curve.keys:,} keys" if curve.share is None else percent(curve.share)
 
@@ -141,13 +146,12 @@ def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
     lines: list[list[Cell]] = []
     for curve in curves:
         point = curve.points[-1]
-        gain = f"{_gain(point)} at {point.tokens:,}"
-        look = "†" * (min(each.processes for each in curve.points) < FEWEST)
+        gain = f"{_gain(point)} at {point.tokens:,}" + "†" * is_look([point])
+        look = "†" * is_look(curve.points)
         style = "bad" if curve.faster_from is None else "good" if curve.surely_from else "unsure"
         place = _length(curve, curve.faster_from) + look, style
-        lines.append(
-            [name_of(curve), block_of(curve), kept_of(curve), place, _interval(curve), gain]
-        )
+        what = [name_of(curve), block_of(curve), kept_of(curve)]
+        lines.append([*what, place, _interval(curve), gain])
     columns = [*COLUMNS]
     if all(line[-2] == line[-3][0] for line in lines):
         columns.remove("interval")
@@ -187,8 +191,8 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
     at_shortest, texts = list[str](), list[str]()
     for name, curve in earliest.items():
         if curve.faster_from == (first := curve.points[0]).tokens:
-            blocks = f"{kept_of(curve)} kept, blocks of {curve.block[1]}"
-            at_shortest.append(f"with {name} {_gain(first)} at {first.tokens:,} tokens ({blocks})")
+            how = _how(curve, [first])
+            at_shortest.append(f"with {name} {_gain(first)} at {first.tokens:,} tokens {how}")
         else:
             texts.append(f"with {name}, attention {when(curve)}")
     if at_shortest:
@@ -200,11 +204,14 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
 
 def when(curve: SelectionCurve) -> str:
     """Say from which length on a curve is faster. At the shortest length it must not be faster."""
-    last = curve.points[-1].tokens
-    how = f"with {kept_of(curve)} kept, in blocks of {curve.block[1]}"
+    last, how = curve.points[-1].tokens, _how(curve, curve.points)
     if curve.faster_from is None:
-        return f"is not faster up to {last:,} tokens, the longest length measured, {how}"
-    return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}], {how}"
+        return f"is not faster up to {last:,} tokens, the longest length measured {how}"
+    return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}] {how}"
+
+
+def _how(curve: SelectionCurve, points: Sequence[CurvePoint]) -> str:
+    return f"({kept_of(curve)} kept, blocks of {curve.block[1]}{', a look' * is_look(points)})"
 
 
 def quality_table(quality: SelectionQuality) -> Table:

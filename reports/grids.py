@@ -50,6 +50,7 @@ NOTHING = "No sparse contender has a time."
 ACROSS = 5  # columns that fit a narrow screen; cells of more columns wrap there
 SHOWN = 4  # problems in the tooltip of a cell
 BLOCKS = "blocks of "
+WEIGHTS = {"original": "with unpruned weights", "pruned": "on the same zeros"}
 AXES = {"m": "tokens", "shape": "n × k"}  # names of columns without units
 
 
@@ -119,8 +120,8 @@ def against(lines: pd.DataFrame) -> str:
     if dense.empty:
         return "no dense contender has a time"
     ends = dict.fromkeys([duration(dense.dense_us.min()), duration(dense.dense_us.max())])
-    names = dict.fromkeys(dense.dense_name.str.removesuffix(UNPRUNED))
-    return f"over dense{weights(dense)} ({join_words([*names])}, {' to '.join(ends)})"
+    names = join_words([*dict.fromkeys(dense.dense_name.str.removesuffix(UNPRUNED))])
+    return f"over dense{weights(dense[dense.side != 'dense'])} ({names}, {' to '.join(ends)})"
 
 
 def weights(lines: pd.DataFrame) -> str:
@@ -129,8 +130,7 @@ def weights(lines: pd.DataFrame) -> str:
     A contest has no unpruned weights if memory limits it, or if its run is an older one.
     """
     over = {*lines.over[multiplies_zeros(lines)]}
-    texts = {"original": "with unpruned weights", "pruned": "on the same zeros"}
-    words = [text for name, text in texts.items() if name in over]
+    words = [text for name, text in WEIGHTS.items() if name in over]
     words[1:] = [f"or {text} in contests without them" for text in words[1:]]
     return f" {', '.join(words)}" if words else ""
 

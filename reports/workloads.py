@@ -80,12 +80,13 @@ class TwoGpus:
         dense, sparse = (_mean(ratios) for ratios in (first.dense, first.sparse))
         word = outcome(dense / sparse, dense / sparse)
         more = {Outcome.FASTER: "more", Outcome.SLOWER: "less", Outcome.EQUAL: "as much"}[word]
-        words = [outcome(1 / _mean(each.dense), 1 / _mean(each.dense)) for each in measured]
+        faster = sum(max(each.dense) < 1 for each in measured)
+        slower = sum(min(each.dense) > 1 for each in measured)
         return (
             f"{capital(first.title)}: compared with {self.a}, {self.b} takes {_change(dense)} "
             f"dense and {_change(sparse)} sparse, so sparsity gains {more} there. Dense, it is "
-            f"faster in {words.count(Outcome.FASTER)} of {amount(len(measured), 'workload')} and "
-            f"slower in {words.count(Outcome.SLOWER)}."
+            f"faster in every cell of {faster} of {amount(len(measured), 'workload')}, and slower "
+            f"in every cell of {slower}."
         )
 
 
@@ -101,9 +102,8 @@ def of_cells(best: pd.DataFrame, a: str, b: str) -> TwoGpus:
     both = sides[0].merge(sides[1], on=["problem_id", "row"], suffixes=("", "_b"))
     short = short_name(a), short_name(b)
     names = short if short[0] != short[1] else (a, b)
-    return TwoGpus(
-        names[0], names[1], [w for t, q in WORKLOADS.items() if (w := _workload(t, q, best, both))]
-    )
+    workloads = [_workload(*each, best, both) for each in WORKLOADS.items()]
+    return TwoGpus(*names, [each for each in workloads if each])
 
 
 def _workload(title: str, query: str, best: pd.DataFrame, both: pd.DataFrame) -> Workload | None:

@@ -36,8 +36,8 @@ def closest(verdict: Verdict) -> TestVerdict | None:
 def plain_words(verdict: Verdict) -> str:
     """Write a verdict in plain words with its numbers.
 
-    holds · holds in 3 of 8 cells · falls short: best 1.64× of 2× · measured under other
-    conditions: 6.7× of 16.7× · not settled
+    holds · holds in 3 of 8 cells · falls short: best 1.64× (claimed: 2×) · measured under other
+    conditions: 6.7× (claimed: 16.7×) · not settled
     """
     judged, word = closest(verdict), str(verdict.word)
     if judged is None or verdict.word is Word.HOLDS:
@@ -53,7 +53,7 @@ def plain_words(verdict: Verdict) -> str:
     if verdict.word in (Word.FALLS_SHORT, Word.OTHER_CONDITIONS):
         best = "" if len(valued) == 1 else "mean " if test.quantifier == "typical" else "best "
         value = f"{significant(judged.deciding[0].value)}{SIGNS[test.unit]}"
-        return f"{word}: {best}{value} of {test.claimed_text}"
+        return f"{word}: {best}{value} (claimed: {test.claimed_text})"
     return word
 
 

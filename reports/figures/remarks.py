@@ -47,7 +47,7 @@ def _costs(timed: pd.DataFrame) -> Iterator[str]:
     for name, cases in timed[timed.side != "dense"].groupby("format", sort=False):
         share = cases.bytes_of_dense.dropna()
         ends = "–".join(dict.fromkeys(significant(end) for end in (share.min(), share.max())))
-        texts = [f"{ends} of the bytes of dense weights"] if len(share) else []
+        texts = [f"{ends} of the dense bytes"] if len(share) else []
         converted = cases[cases.convert_us.notna()]
         if len(converted):
             faster = converted[converted.speedup_low > 1]

@@ -1,8 +1,8 @@
 """The grids of a site: how fast each format is over dense, by sparsity, on each number of tokens.
 
-If several runs have a problem, the one with the most contenders counts, then the one of the most
-processes, then the latest. A cell shows only verdicts if there are any; otherwise it is marked as
-a look. The numbers and the findings are those of results/tables/grid.py.
+Of several runs with a problem, the one counts that does for a published cell (cells.py). A cell
+shows only verdicts if there are any; otherwise it is marked as a look. The numbers and the findings
+are those of results/tables/grid.py.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,16 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports import grids
-from sparsebench.results.formatting import FORMATS, amount, between, duration, percent, plain
+from sparsebench.reports.cells import best_lines
+from sparsebench.results.formatting import (
+    FORMATS,
+    amount,
+    between,
+    duration,
+    join_words,
+    percent,
+    plain,
+)
 from sparsebench.results.tables.contests import sort_values_of
 from sparsebench.results.tables.families import QUANTISED
 from sparsebench.results.tables.frame import records
@@ -25,7 +34,7 @@ EVEN = "iid"  # the skew of active units of a problem without another one
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
-BESIDE = {"decoder": "Model, decoding", "attention": "Attention"}  # ops of no grid
+BESIDE = {"decoder": "Model, decoding", "attention": "Attention, blocks given"}  # ops of no grid
 
 
 @dataclass(frozen=True)
@@ -83,12 +92,10 @@ def site_grids(lines: pd.DataFrame, *, each_shape: bool = False) -> list[SiteGri
             sparse = sparse[sparse[column] == value]
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int))
-    tokens = _most(sparse.m, TOKENS, len(TOKENS))
-    by_tokens = [(int(m), sparse[sparse.m == m]) for m in tokens]
     return [
-        _site_grid(part, m, shape)
-        for m, of_m in by_tokens
-        for shape, part in _parts(of_m, each_shape=each_shape)
+        _site_grid(part, int(m), shape)
+        for m in _most(sparse.m, TOKENS, len(TOKENS))
+        for shape, part in _parts(sparse[sparse.m == m], each_shape=each_shape)
     ]
 
 
@@ -114,13 +121,8 @@ def that_count(sparse: pd.DataFrame) -> pd.DataFrame:
     A look counts only if no verdict has its row and level. Active units that are spread evenly come
     before others, so that no cell is of the spread that suits a format best.
     """
-    rivals = sparse.groupby(["run", "place"]).case_id.transform("size")
     even = [fields.get("skew", EVEN) == EVEN for fields in sparse.fields]
-    order = ["even", "verdict", "rivals", "processes", "day", "gain"]
-    ranked = sparse.assign(rivals=rivals, even=even).sort_values(
-        order, ascending=False, kind="stable"
-    )
-    best = ranked.drop_duplicates(["row", *PROBLEM])
+    best = best_lines(sparse.assign(even=even), ["row", *PROBLEM], ["even"])
     return best[best.verdict | ~best.groupby(["row", "level"]).verdict.transform("any")]
 
 
@@ -144,7 +146,9 @@ def beside(every: pd.DataFrame) -> dict[str, list[tuple[str, str, str]]]:
             of_run = of_op[of_op.run == run]
             shown = grid(of_run, "level" if of_run.level.nunique() > 1 else "m")
             finding = " ".join(grids.sentences(findings(shown)))
-            text = f"{finding} Measured: {grids.about(of_run, PROBLEM)}."
+            shapes = sorted({*of_run["shape"]})  # a single one is in what the problems share
+            on = f" with {join_words(shapes)}" * (1 < len(shapes) < 4)
+            text = f"{finding} Measured{on}: {grids.about(of_run, PROBLEM)}."
             texts.setdefault(str(gpu), []).append((head, text, str(run)))
     return texts
 
@@ -154,7 +158,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
     return [
         {
-            **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
+            **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name", "over")},
             **{name: _text(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")},
             "m": "" if pd.isna(line["m"]) else str(int(line["m"])),
             "level": percent(line["level"]),
@@ -171,7 +175,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
 def wins(lines: pd.DataFrame) -> list[str]:
     """Return a sentence per GPU: how many contests these lines win."""
     return [
-        f"{gpu}: the fastest in {len(group[group.wins])} of "
+        f"{gpu}: nothing, dense or sparse, was faster in {len(group[group.wins])} of "
         f"{amount(len(group.drop_duplicates(['run', 'place'])), 'contest')}."
         for gpu, group in lines.groupby("gpu", sort=False)
     ]

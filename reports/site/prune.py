@@ -33,7 +33,7 @@ from sparsebench.results.advice.pruning import (
     advise,
 )
 from sparsebench.results.advice.step_model import DECODED
-from sparsebench.results.formatting import join_words, times
+from sparsebench.results.formatting import times
 from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
@@ -90,17 +90,13 @@ def _id(model: str, gpu: str, tokens: str) -> str:
 
 def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
     """Return what the page shows of an answer."""
-    table, losses = advice.table(answer), [each.loss for each in advice.shown(answer) if each.loss]
-    trainings = [each.recovery for each in answer.kinds if each.recovery]
-    trained = [f"{each.minutes:.0f} min ({each.pruned.subject})" for each in trainings]
+    table = advice.table(answer)
     choice = {"model": answer.model.name, "gpu": answer.gpu, "tokens": str(answer.tokens)}
     return {
         "id": _id(*choice.values()),
         "choice": choice,
         "answer": answer,
         "chart": advice.chart(answer),
-        "subject": join_words([*dict.fromkeys(loss.subject for loss in losses)]) or "not measured",
-        "trained": join_words([*dict.fromkeys(trained)]),
         "steps": [*advice.commands(answer).items()],
         "title": table.title,
         "table": replace(table, title="").html(),

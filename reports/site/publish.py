@@ -118,8 +118,9 @@ def _publish(
     site = replace(site, prune=prune.applies((run.gpu, run.name) for run in stored.values()))
     state |= {"prune": str(site.prune)}
     newest = _newest(stored)
-    changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
-    _write_runs(stored, changed, site, newest, each)
+    newer = _successors(stored) | newest
+    changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newer)
+    _write_runs(stored, changed, site, newer, each)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
     current = [card for card in cards if not stored[card.slug].is_replaced] or cards
     judged = claims.entries(site.claims, cells(current))
@@ -204,16 +205,26 @@ def _by_slug(runs: Sequence[Path]) -> tuple[dict[str, Path], list[str]]:
 
 def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
     """Return for each outdated run, by slug, the slug of its newest version."""
-    versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for slug, run in stored.items():
-        versions.setdefault(run.series, []).append((str(run.state.get("started", "")), slug))
-    return {
-        slug: max(runs)[1] for runs in versions.values() for _, slug in runs if slug != max(runs)[1]
-    }
+    last = {run.series: slug for slug, run in _by_start(stored)}
+    return {slug: last[run.series] for slug, run in stored.items() if slug != last[run.series]}
+
+
+def _successors(stored: Mapping[str, RunFolder]) -> dict[str, str]:
+    """Return for each replaced run, by slug, the slug of the newest one of its GPU and name.
+
+    That one may have another selection of cases, and then it is no version of the replaced run.
+    """
+    last = {r.series[::3]: slug for slug, r in _by_start(stored) if not r.is_replaced}
+    outdated = [(slug, r.series[::3]) for slug, r in stored.items() if r.is_replaced]
+    return {slug: last[name] for slug, name in outdated if name in last}
+
+
+def _by_start(stored: Mapping[str, RunFolder]) -> list[tuple[str, RunFolder]]:
+    return sorted(stored.items(), key=lambda item: (str(item[1].state.get("started", "")), item[0]))
 
 
 def _slugs_to_write(
-    stored: Mapping[str, RunFolder], added: Sequence[str], newest: Mapping[str, str]
+    stored: Mapping[str, RunFolder], added: Sequence[str], newer: Mapping[str, str]
 ) -> list[str]:
     """Return the new runs, those that confirm or are confirmed by one, and its earlier versions."""
     confirmed = {stored[slug].source for slug in added} - {""}
@@ -221,10 +232,7 @@ def _slugs_to_write(
     return [
         slug
         for slug, run in stored.items()
-        if slug in added
-        or newest.get(slug) in added
-        or run.origin in confirmed
-        or run.source in new
+        if slug in added or newer.get(slug) in added or run.origin in confirmed or run.source in new
     ]
 
 
@@ -232,7 +240,7 @@ def _write_runs(
     stored: Mapping[str, RunFolder],
     slugs: Sequence[str],
     site: Site,
-    newest: Mapping[str, str],
+    newer: Mapping[str, str],
     each: Each,
 ) -> None:
     """Write runs again: first those that confirm others, because the others show their gains."""
@@ -242,7 +250,7 @@ def _write_runs(
         source = by_origin.get(run.source)
         related = Related(
             source=source.address if source else "",
-            newer=stored[newest[run.slug]].address if run.slug in newest else "",
+            newer=stored[newer[run.slug]].address if run.slug in newer else "",
             confirming=[other for other in stored.values() if other.source == run.origin],
         )
         work[bool(run.source)].append((run, related))

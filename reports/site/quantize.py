@@ -13,6 +13,7 @@ The answers and the table are those of "Should I prune?" (prune.py).
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import exp
 from typing import Any
 
 from sparsebench.reports import advice
@@ -51,6 +52,7 @@ def _case(answers: Sequence[Answer]) -> dict[str, Any]:
         "findings": [(advice.of_load(answer), *_findings(answer)) for answer in answers],
         "table": replace(advice.table(*answers, every=True), title="").html(),
         "unmeasured": unmeasured,
+        "answer": answers[0],
         "about": advice.rests_on(answers[0]),
         "runs": advice.sources(*answers),
     }
@@ -61,11 +63,11 @@ def _findings(answer: Answer) -> tuple[str, str]:
     same = "Nothing that keeps the quality is known to be faster."
     if best := answer.best:
         begins = BEGINS.get(answer.word, "Prune and train")
-        where = f"on {best.loss.subject} " if best.loss else ""
-        same = f"{begins}: {best.step.text} as fast with {best.kind}, {where}{best.quality}."
+        where = f" on {best.loss.subject}" if best.loss else ""
+        same = f"{begins}: {best.step.text} as fast with {best.kind}, {best.quality}{where}."
     most = min(each.gigabytes for each in answer.kinds if each.kind == "fp8")
     small = [e for e in answer.kinds if e.gigabytes <= most and e.step.basis != BOUND]
     usable = [each for each in small if each.nats is not None and each.nats <= UNUSABLE]
     fit = max(usable, key=lambda each: each.step.value, default=None)
-    words = "In the memory of fp8, the fastest that works without training is"
+    words = f"In the memory of fp8, and at a perplexity up to × {exp(UNUSABLE):.1f}, the fastest is"
     return same, f"{words} {fit.kind}: {fit.step.text}, {fit.quality}." if fit else ""

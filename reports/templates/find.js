@@ -89,7 +89,7 @@ const search = () => {
   if (found.length) parts.push(card(found[0]));
   if (found.length > 1) {
     const rest = found.slice(1, most), list = make("ul", "");
-    for (const cell of rest) list.append(make("li", "", link(cell, cell.head), make("span", ` ${cell.speedup}, ${cell.winner}`)));
+    for (const cell of rest) list.append(make("li", "", link(cell, cell.head), make("span", ` ${cell.answer}: ${cell.winner}`)));
     const more = found.length - 1 - rest.length;
     parts.push(make("h2", `${found.length} cells fit`), list, ...(more ? [make("p", `${more} more: add a word.`)] : []));
   }

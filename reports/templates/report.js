@@ -119,7 +119,8 @@ for (const form of document.querySelectorAll("form.narrow")) {
 }
 
 // The table of every case: sort by a head, find words, filter a column, and keep all of it in the address.
-const number = (text) => parseFloat(text.replaceAll(",", "").replace("–", ""));
+const units = { ms: 1e3, s: 1e6 }; // of a time, in µs
+const number = (text) => parseFloat(text.replaceAll(",", "").replace("–", "")) * (units[/\d (m?s)$/.exec(text)?.[1]] ?? 1);
 const fits = (wanted, text, numeric) => {
   const span = wanted.match(/^(-?[\d.]+)\.\.(-?[\d.]+)$/), limit = wanted.match(/^([<>]=?)\s*(-?[\d.]+)$/);
   const value = number(text);

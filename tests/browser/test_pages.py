@@ -90,7 +90,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
     rows = view.get_by_role("rowheader").all_inner_texts()
     assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "half 2:4", "CSR"]
     heads = page.locator(".view:visible .steps b").all_inner_texts()
-    assert heads == ["Should I prune?", "Model, decoding:", "Attention:"]
+    assert heads == ["Should I prune?", "Model, decoding:", "Attention, blocks given:"]
     href = view.locator("a.cell").first.get_attribute("href")
     assert href is not None
     assert href.startswith("h200/sparsity-4096/index.html#case-")
@@ -168,7 +168,12 @@ def test_pages_of_formats_have_a_filter(places: dict[str, Path], show: Any) -> N
     rows = page.locator("#cases tbody tr:visible")
     assert rows.count() > 2
     assert all("×" in text for text in rows.all_inner_texts())
-    assert {*page.locator("#cases tbody tr:visible td:nth-child(7)").all_inner_texts()} == {"128"}
+    assert {*page.locator("#cases tbody tr:visible td:nth-child(8)").all_inner_texts()} == {"128"}
+
+
+def test_times_are_sorted_by_their_length_in_any_unit(places: dict[str, Path], show: Any) -> None:
+    numbers = show(places["format"]).page.evaluate("['9.12 µs', '1.05 ms', '2 s'].map(number)")
+    assert numbers == [9.12, 1050, 2e6]
 
 
 def test_an_old_address_leads_to_the_run(site: Path, show: Any) -> None:

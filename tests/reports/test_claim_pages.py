@@ -134,9 +134,9 @@ def test_a_table_counts_a_problem_once() -> None:
 
 WORDS: list[tuple[dict[str, Any], list[float], str]] = [
     ({}, [2.5], "holds"),
-    ({"claimed": "twice"}, [1.64], "falls short: 1.64× of twice"),
-    ({}, [1.64, 1.2], "falls short: best 1.64× of 2×"),
-    ({"quantifier": "typical"}, [1.64, 1.64], "falls short: mean 1.64× of 2×"),
+    ({"claimed": "twice"}, [1.64], "falls short: 1.64× (claimed: twice)"),
+    ({}, [1.64, 1.2], "falls short: best 1.64× (claimed: 2×)"),
+    ({"quantifier": "typical"}, [1.64, 1.64], "falls short: mean 1.64× (claimed: 2×)"),
     ({"quantifier": "for_all"}, [2.5, 1.2, 2.6], "holds in 2 of 3 cells"),
     ({"proxy": "a kernel", "missing": "it"}, [2.5], "measured under other conditions: 2.50×"),
     ({"hardware": {"scope": "named", "gpus": ["B200"]}}, [1.5], "measured under other conditions"),

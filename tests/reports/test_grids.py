@@ -98,6 +98,13 @@ def test_a_range_over_problems_has_the_outer_ends_of_its_intervals() -> None:
             [lines(("BSR", 0.13), **SLOW), lines(("BSR", 3.0), ("BSR", 2.0))],
             {"BSR": ["3.00×"]},
         ),
+        (  # nor does one without the kernel that is fastest in another
+            [
+                lines(("BSR", 2.0), ("CSR", 0.5)).assign(name="slower"),
+                lines(("BSR", 3.0), run="alone", median_us=6.0).assign(name="faster"),
+            ],
+            {"BSR": ["3.00×"], "CSR": ["0.50×"]},
+        ),
     ],
 )
 def test_cells_of_a_grid_of_a_site(tables: list[pd.DataFrame], cells: dict[str, list[str]]) -> None:
@@ -169,6 +176,11 @@ def test_a_cell_of_html_has_its_interval_its_link_and_its_problems() -> None:
     assert "undecided" not in drawn
 
 
+def test_dense_attention_multiplies_no_zeros() -> None:
+    mask = lines(("mask", 6.0), op="attention").replace({"kind": {"mask": "block_mask"}})
+    assert grids.against(mask) == "over dense (cublas, 10.0 µs)"
+
+
 def test_models_and_attention_have_findings_beside_the_grids() -> None:
     step = {"op": "decoder", "shape": "Qwen3-8B", "run": "steps"}
     mask = {"op": "attention", "shape": "", "dtype": "fp16", "m": 8192, "level": 0.9, "run": "mask"}
@@ -177,7 +189,7 @@ def test_models_and_attention_have_findings_beside_the_grids() -> None:
     for table in (both, newer):
         model, attention = beside(table)["GPU"]
         assert model[0::2] == ("Model, decoding", "steps")
-        assert attention[0::2] == ("Attention", "mask")
+        assert attention[0::2] == ("Attention, blocks given", "mask")
         assert "up to 6.00× [5.99, 6.01]" in attention[1]
 
 

@@ -152,7 +152,7 @@ def test_an_earlier_version_of_a_run_keeps_its_page(copy, tmp_path, monkeypatch)
     publish([later], copy, Site(), unchecked)
     assert {path.name for path in (copy / "h200").iterdir()} == {"ffn-step", "ffn-step-2"}
     assert 'href="../../h200/ffn-step-2/index.html"' in evidence["ffn-step"]
-    assert "newer version" not in evidence["ffn-step-2"]
+    assert "newer run" not in evidence["ffn-step-2"]
     runs = (copy / "runs.html").read_text()
     assert re.findall(r'href="(h200/[\w-]+)/', runs) == ["h200/ffn-step-2"]
     badges = {path.name for path in (copy / "badges").glob("*.svg")}
@@ -171,6 +171,18 @@ def test_a_replaced_run_is_listed_but_the_search_has_the_others(tmp_path: Path) 
     assert {*listed} == {"h200/ffn-step", "h200/step"}
     assert "h200/ffn-step" in (site / "cells.js").read_text()
     assert "h200/step" not in (site / "cells.js").read_text()
+
+
+def test_a_replaced_run_of_other_cases_leads_to_the_one_of_its_name(tmp_path: Path) -> None:
+    runs = [copied(tmp_path / path) for path in ("h200/ffn-step", "h200/earlier/DATE/ffn-step")]
+    state = json.loads((runs[1] / "run.json").read_text())
+    state["flags"]["only"] = "m=1"
+    (runs[1] / "run.json").write_text(json.dumps(state))
+    bundle.seal(runs[1])
+    publish(runs, tmp_path / "site", Site(), unchecked)
+    for page in (tmp_path / "site" / "h200").glob("*/index.html"):
+        replaced = (page.parent / run_folder.REPLACED).exists()
+        assert ("A newer run replaces this one" in page.read_text()) == replaced
 
 
 def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(copy, tmp_path) -> None:

@@ -297,7 +297,7 @@ def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPa
 
 def test_costs_are_written_in_a_line_for_each_format() -> None:
     text = str(remarks.draw(frames(sweep(levels=(0.5, 0.9)))))
-    assert "CSR: 0.110–0.550 of the bytes of dense weights; conversion 900 µs, never" in text
+    assert "CSR: 0.110–0.550 of the dense bytes; conversion 900 µs, never" in text
     assert re.search(r"BSR: .*; conversion 900 µs, paid back after [\d–,]+ calls", text)
 
 

@@ -38,6 +38,14 @@ def test_a_workload_has_the_means_of_times_and_gains_over_shared_cells(lines: An
     assert "sparsity gains less there" in two.sentence
     back = two_gpus(lines, *reversed(lines.gpu.unique()))
     assert "sparsity gains more there" in back.sentence
+    assert "faster in every cell of 1 of 1 workload, and slower in every cell of 0." in two.sentence
+
+
+def test_a_gpu_is_not_faster_where_a_cell_is_slower(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    one = (lines.gpu == second) & (lines["shape"] == lines["shape"].iloc[0])
+    mixed = lines.assign(median_us=lines.median_us.mask(one, lines.median_us * 2))
+    assert "faster in every cell of 0 of 1 workload" in two_gpus(mixed, first, second).sentence
 
 
 def test_a_gpu_that_is_much_slower_takes_times_as_long(lines: Any) -> None:
@@ -105,7 +113,7 @@ def test_the_table_of_published_gpus_is_the_same_above_every_case(monkeypatch, t
     names = zip(RUNS, ("H100", "H200"), strict=True)
     read = [sides.side(store.read(run), name=name) for run, name in names]
     monkeypatch.setattr(sides, "find", lambda *_: read)
-    above, _, below = output("compare", "H100", "H200", "--cells").partition("Without")
+    above, _, below = output("compare", "H100", "H200", "--cells").partition("Baselines aside")
     assert above == table
     assert "Every case, largest difference first" in below
 

@@ -305,6 +305,7 @@ def test_an_answer_ends_with_lines_to_prune_load_and_measure(evidence: Evidence)
     lines = presented.commands(advise(evidence, read_shapes("Qwen3-8B"), "H100", 8))
     assert [*lines] == ["load, in Python, with torchao", "measure"]
     assert "TorchAoConfig(Float8DynamicActivation" in lines["load, in Python, with torchao"]
+    assert "from_pretrained('Qwen/Qwen3-8B'," in lines["load, in Python, with torchao"]
     assert lines["measure"] == "sparsebench try cublas op=ffn dtype=fp8 m=8 n=12288 k=4096"
     pruned = presented.commands(advise(without_bits(evidence), read_shapes("Qwen3-8B"), "H100", 8))
     assert [*pruned] == ["prune", "load, in Python", "measure"]

@@ -192,7 +192,7 @@ def test_another_kind_of_gpu_is_gated_by_its_gains() -> None:
 def test_any_number_of_runs_stand_beside_the_first() -> None:
     text = shown(run(), run("b", bsr_us=(50, 20, 20)), run("c"), width=200)
     counts = "b is faster than a in 0 of 3 cases and slower in 1; 2 cases are equal"
-    assert f"Without the baselines, {counts}" in text
+    assert f"Baselines aside, {counts}" in text
     assert "c is faster than a in 0 of 3 cases" in text
     first = next(line for line in text.splitlines() if "bsr_triton" in line)
     assert first.startswith("90 %")  # the largest change

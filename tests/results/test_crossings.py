@@ -70,6 +70,13 @@ def test_nothing_is_extrapolated(gains: Gains, ends: Any, texts: tuple[str, str]
     assert texts[1] in presented.finding([curve])
 
 
+def test_a_finding_names_what_is_a_look() -> None:
+    for gains in (GAINS, {4096: 1.9, 16384: 6.0}):
+        every = rows(gains, selected("pooled"))
+        assert "a look" not in presented.finding(curves(*every))
+        assert "a look)" in presented.finding(curves(*(r for r in every if not r.replicate)))
+
+
 def test_an_end_of_the_interval_may_lie_beyond_the_lengths() -> None:
     (curve,) = curves(*rows({2048: 0.99, 8192: 1.01}, selected("pooled")))
     assert curve.maybe_from == 2048
