@@ -9,12 +9,14 @@ const remember = (changes) => {
 };
 
 // The first screen: show the view that matches the selectors best, and say so if none matches all.
+// Numbers that differ count by their ratio, less than any match: 3,000 tokens show 4,096, not 64.
 const choose = document.querySelector(".choose");
 const views = [...document.querySelectorAll(".view[data-choice]")];
 const choices = views.map((view) => JSON.parse(view.dataset.choice));
+const likeness = (a, b) => (a === b ? 1 : 0.01 / (1 + Math.abs(Math.log(parseFloat(a) / parseFloat(b)))) || 0);
 const show = (wanted, changed) => {
   const fit = (choice) =>
-    Object.entries(wanted).filter(([name, value]) => choice[name] === value).length +
+    Object.entries(wanted).reduce((sum, [name, value]) => sum + likeness(choice[name], value), 0) +
     (changed && choice[changed] === wanted[changed] ? 100 : 0);
   const scores = choices.map(fit);
   const best = scores.indexOf(Math.max(...scores));
@@ -38,10 +40,18 @@ const restore = () => {
   if (choose && wanted.length) show(Object.fromEntries(wanted));
 };
 
+const fragment = () => {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return ""; // a lone %, which names no place
+  }
+};
+
 // A link to a place opens the folded parts around it.
 const open = () => {
   restore();
-  const place = location.hash.includes("=") ? null : document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const place = location.hash.includes("=") ? null : document.getElementById(fragment());
   if (!place) return;
   const view = views.indexOf(place); // without this script, the style shows the view that is the target
   if (view >= 0) return location.replace(`#${new URLSearchParams(choices[view])}`);

@@ -100,9 +100,16 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
     assert "sparsebench try" in page.locator("aside.card").inner_text()
 
 
-def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(places, show) -> None:
-    page = show(places["site"], address="#gpu=NVIDIA+H200&tokens=4096").page
+@pytest.mark.parametrize("tokens", ["4096", "3000", "1e9"])
+def test_an_address_opens_the_chosen_gpu_and_the_nearest_tokens(tokens, places, show) -> None:
+    page = show(places["site"], address=f"#gpu=NVIDIA+H200&tokens={tokens}").page
     assert page.locator(".view:visible table").get_attribute("data-tokens") == "4096"
+    said = page.locator(".choose output").inner_text()
+    assert said.startswith(f"Nothing was measured with tokens = {tokens}.") == (tokens != "4096")
+
+
+def test_a_fragment_that_names_no_place_is_ignored(places, show) -> None:
+    assert show(places["site"], address="#%").errors == []
 
 
 def test_a_shape_is_a_choice_of_the_first_page_and_a_cell_names_its_kernel(places, show) -> None:
