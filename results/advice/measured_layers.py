@@ -95,8 +95,8 @@ class Loss:
 
     @property
     def subject(self) -> str:
-        """Name the model in plain words: `gemma-3-270m in 4 bits`."""
-        return BITS.sub(r" in \1 bits", self.model)
+        """Name the model in plain words: `gemma-3-270m (from a 4-bit file)`."""
+        return BITS.sub(r" (from a \1-bit file)", self.model)
 
 
 @dataclass(frozen=True)

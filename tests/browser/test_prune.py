@@ -37,7 +37,7 @@ def test_a_select_shows_one_answer(page: Path, show: Any) -> None:
 
 def test_an_answer_is_a_sentence_a_chart_and_lines_to_copy(page: Path, show: Any) -> None:
     answer = show(page).page.locator(".advice:visible")
-    assert "on gemma-3-270m in 4 bits perplexity rose" in answer.inner_text()
+    assert "on gemma-3-270m (from a 4-bit file) perplexity rose" in answer.inner_text()
     assert answer.locator("svg:visible").count() == 1
     assert answer.locator(".commands code").count() == 2  # load in fewer bits, and measure
     assert len(show(page).page.locator("main").inner_text().split()) < 220
