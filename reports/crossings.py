@@ -24,6 +24,7 @@ from sparsebench.results.formatting import amount, between, capital, join_words,
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.selection_files import Passes, SelectionQuality
 from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.contests import PARTS
 
 METHODS = {
     "pooled": "pooled top-k",
@@ -38,7 +39,6 @@ METHODS = {
 }
 """The name of a method that a kernel calls otherwise; any other keeps the kernel's word."""
 
-PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
 SUITES = {"prompt": "attention-select", "decode": "attention-decode-select"}
 PHASES = {"prompt": "prompts", "decode": "decoding"}
 COLUMNS = ["method", "block", "kept", "faster from", "interval", "at the longest length"]

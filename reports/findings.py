@@ -17,10 +17,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.reports.crossings import PARTS
 from sparsebench.reports.figures.requests import per_second
 from sparsebench.reports.grids import doubt, on_same_zeros, sentences
-from sparsebench.results.advice.crossings import method_of
 from sparsebench.results.formatting import between, conditions, duration, percent, times
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import UNPRUNED
@@ -28,7 +26,7 @@ from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.cases import DENSE
-from sparsebench.results.tables.contests import in_chain, stored_name, usual
+from sparsebench.results.tables.contests import in_chain, selects, stored_name, usual
 from sparsebench.results.tables.families import DEFAULT
 from sparsebench.results.tables.frame import fields, records
 from sparsebench.results.tables.grid import EVERY, Case, Finding, View, outcome_of
@@ -155,7 +153,7 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     contest = timed[timed.place == best["place"]]
     rivals = contest[(contest.side != "dense") & (contest.label != best["label"])]
     rivals = rivals.sort_values("median_us")
-    alike = rivals.choice.map(_selects) == _selects(best["choice"])
+    alike = rivals.choice.map(selects) == selects(best["choice"])
     lead = _lead(best, rivals[alike]) if alike.any() or rivals.empty else ()
     details = [place, _rates(best, contest), _other_call(best, rivals[~alike]), "; ".join(lead)]
     if best["scope"] != isolated["scope"]:
@@ -174,11 +172,6 @@ def _rates(best: Case, contest: pd.DataFrame) -> str:
     return f"requests per second: {', '.join(texts)}"
 
 
-def _selects(choice: str) -> bool:
-    """Return whether a call selects its blocks itself; another one is given them."""
-    return method_of(choice) not in {"", *PARTS}
-
-
 def _other_call(best: Case, others: pd.DataFrame) -> str:
     """Write the fastest call that selects its blocks, or that is given them if the best selects."""
     if (others := others[others.gain.notna()]).empty:
@@ -186,7 +179,7 @@ def _other_call(best: Case, others: pd.DataFrame) -> str:
     call = dict(others.iloc[0])
     gain = between(*(call[end] for end in ("gain", "low", "high", "half")))
     who = f"{contender_name(call)} {duration(call['median_us'])}"
-    how = "is given" if _selects(best["choice"]) else "also selects"
+    how = "is given" if selects(best["choice"]) else "also selects"
     return f"{gain} if the call {how} its blocks: {who}"
 
 
@@ -263,7 +256,7 @@ def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
 
     If some calls select their blocks, it is one of them, because the others do less.
     """
-    selecting = group[group.choice.map(_selects)]
+    selecting = group[group.choice.map(selects)]
     group = selecting if len(selecting) else group
     away = (group.level - USUAL).abs().fillna(1).round(3)  # levels of files differ
     near = group[away == away.min()]

@@ -77,11 +77,13 @@ def _part(group: str, findings: Sequence[Finding]) -> str:
 
 def _names(findings: Sequence[Finding]) -> str:
     """Name contenders together: blocks of 32, 64 and 128 and 2:4."""
-    names = [finding.contender for finding in findings]
-    sizes = [name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)]
-    sizes = sort_values_of(pd.Series(sizes, dtype=str))
-    blocks = [f"{BLOCKS}{join_words(sizes)}"] if sizes else []
-    return join_words([*blocks, *(name for name in names if not name.startswith(BLOCKS))])
+    names: dict[str, list[str]] = {}
+    for finding in findings:
+        before, blocks, size = finding.contender.rpartition(BLOCKS)
+        names.setdefault(before + blocks, []).append(size)
+    others = names.pop("", [])
+    sizes = {kind: sort_values_of(pd.Series(of_kind)) for kind, of_kind in names.items()}
+    return join_words([*(f"{kind}{join_words(each)}" for kind, each in sizes.items()), *others])
 
 
 def gain_text(case: Case) -> str:

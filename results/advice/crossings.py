@@ -21,7 +21,6 @@ noise floor, holds 1. So it has the level of the gain's (Fieller 1954), if a cur
 `attention.json` is an object of `schema`, `curves` (Curve) and `quality` (selection_files.py).
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -37,7 +36,7 @@ from sparsebench.results.files import read_model
 from sparsebench.results.run.provenance import on_gpu
 from sparsebench.results.selection_files import SelectionQuality, read_selection
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.contests import with_gains
+from sparsebench.results.tables.contests import method_of, with_gains
 from sparsebench.results.tables.frame import records
 
 SCHEMA: Final = "sparsebench/attention@1"
@@ -193,11 +192,6 @@ def _cases(analysis: Analysis) -> Iterator[dict[Any, Any]]:
         method = method_of(line["choice"])
         if method and line["m"] in (1, _length(line)):
             yield line | {"selects": method}
-
-
-def method_of(choice: str) -> str:
-    """Return how a call with this choice selects its blocks; "" if it is given them."""
-    return str(json.loads(choice or "{}").get("selects", ""))
 
 
 def _length(line: Line) -> int:

@@ -44,6 +44,8 @@ OF_GAIN = ["gain", "low", "high", "decided", "gain_interval", "dense_name", "den
 OF_ZEROS = ["zeros_gain", "zeros_low", "zeros_high"]
 SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
+PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
+SELECTED = "selected "  # blocks of a call that selects them, which does more than the others
 HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
 
 
@@ -140,10 +142,21 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             for text, model in zip(shape, models, strict=True)
         ]
     row = [
-        stored_name(*map(str, each)) for each in timed[["kind", "tile", "block", "pattern"]].values
+        SELECTED * selects(choice) + stored_name(*map(str, stored))
+        for choice, *stored in timed[["choice", "kind", "tile", "block", "pattern"]].to_numpy()
     ]
     lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
     return with_objects(lines)
+
+
+def method_of(choice: str) -> str:
+    """Return how a call with this choice selects its blocks; "" if it is given them."""
+    return str(json.loads(choice or "{}").get("selects", ""))
+
+
+def selects(choice: str) -> bool:
+    """Return whether a call scores and selects its blocks itself; another one is given them."""
+    return method_of(choice) not in {"", *PARTS}
 
 
 def stored_name(kind: str, tile: str, block: str, pattern: str) -> str:

@@ -3,15 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.build import build
 from sparsebench.reports.figures import parts as figure
 from sparsebench.reports.findings import finding_of, headlines
+from sparsebench.reports.grids import sentences
 from sparsebench.reports.parts import parts
 from sparsebench.reports.terminal import RunAnswer, answer_markdown
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
+from sparsebench.results.tables.contests import with_gains
+from sparsebench.results.tables.grid import findings, views
 from sparsebench.results.tables.parts import parts_of
 from tests.tools.reports import printed
 
@@ -49,6 +54,21 @@ def analysis(sparsity: tuple[float, ...] = (0.9,), **changes: Any) -> Analysis:
                 given["choice"] = {k: v for k, v in contender.options.items() if k == "selects"}
                 rows.append(Row(Case(problem, contender), Status.OK, process, **given))
     return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, rows))
+
+
+def test_a_call_that_selects_its_blocks_is_a_row_of_its_own() -> None:
+    (view,) = views(with_gains(analysis().cases))
+    kernels = {
+        row: each.best["kernel"] for row, of in view.grid.rows.items() for each in of.values()
+    }
+    assert kernels == {
+        "blocks of 64": "attention_wgmma",
+        "selected blocks of 64": "attention_selected",
+    }
+    (finding,) = sentences(findings(view.grid))
+    gains = [each.best["gain"] for each in findings(view.grid)]
+    assert gains == pytest.approx([3300 / 305, 3300 / 400])
+    assert "blocks of 64 and selected blocks of 64 at 90 %" in finding
 
 
 def test_a_part_is_the_median_over_processes_and_a_search_is_no_part() -> None:
