@@ -47,9 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="run by test_interpreted.py"))
 
 
-def pytest_collection_finish() -> None:
-    """Freeze imported and collected objects, which each gc.collect() would visit otherwise."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Freeze what was imported and collected, which each collection of garbage would visit."""
+    gc.disable()  # 4.6 of 16.4 s
+    result = yield
     gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
