@@ -165,6 +165,7 @@ def verdicts(run: str) -> dict[str, tuple[str, Blocks]]:
     }
 
 
+@cache
 def build_of(run: str) -> list:
     """Return the code and the libraries of a run, and its kind of GPU."""
     facts = json.loads((HOME / run / "environment.json").read_text())

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import statistics
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,12 +24,13 @@ OURS |= {f"{file.stem}_dgrad" for file in FILES if "\nDGRAD = " in file.read_tex
 
 
 class Timed(NamedTuple):
-    """A row with times: medians of its blocks, quartiles of its samples, and what ran it."""
+    """A row with times: medians of its blocks, all samples and their median, and what ran it."""
 
     clock: str
     process: int
     block_us: np.ndarray
-    quartiles_us: np.ndarray
+    samples_us: list[float]
+    median_us: float
     card: str
     limited: float
 
@@ -72,6 +74,7 @@ def digest(run: str) -> str:
     return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()
 
 
+@cache
 def device(run: str) -> str:
     """Return the name of the GPU, or of the CPU, that a run was measured on."""
     facts = json.loads((HOME / run / "environment.json").read_text())
@@ -137,7 +140,8 @@ def cases(run: str) -> pd.DataFrame:
                 row["clock"],
                 row["replicate"],
                 by_block(row),
-                np.quantile(row["samples_us"], [0.25, 0.5, 0.75]),
+                row["samples_us"],
+                statistics.median(row["samples_us"]),
                 row["device"],
                 share,
             )
@@ -171,11 +175,11 @@ def cases(run: str) -> pd.DataFrame:
         case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
         case["blocks"].compiled, case["blocks"].loads = case["compiled"], case.pop("loads", {})
         case["blocks"].cards = {timed.process: timed.card for timed in same}
-        medians = [timed.quartiles_us[1] for timed in same]
+        medians = [timed.median_us for timed in same]
         case["median_us"] = np.median(medians)
         case["ends_us"] = [min(medians), max(medians)]  # as pages show them beside a time
         if len(same) == 1:
-            case["ends_us"] = [*same[0].quartiles_us[::2]]
+            case["ends_us"] = [*np.quantile(same[0].samples_us, [0.25, 0.75])]
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
         case["limited"] = f"{sum(share > 0.2 for share in shares)} of {len(same)}"
         case["device"] = device(run)
