@@ -3,14 +3,13 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sparsebench.harness.machine import child_process, stand_in
+from sparsebench.harness.machine import stand_in
 from sparsebench.reports.headline import PublishedRun, read
 from tests.compiling import record
 from tests.simulated.in_process import in_this_process
@@ -77,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(fork_server)
     config.pluginmanager.register(LeftOut(config))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config.option.record))
@@ -88,15 +88,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     record.lookups.clear()
     yield
     item.user_properties += [(COMPILE, entry) for entry in record.lookups]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_workers() -> Iterator[None]:
-    """Fork worker processes, except on a GPU machine: CUDA does not survive a fork."""
-    with pytest.MonkeyPatch.context() as patch, closing(fork_server.Server()) as server:
-        if not torch.cuda.is_available():
-            patch.setattr(child_process, "spawn", server.spawn)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,9 +11,10 @@ from sparsebench_authors import _builds
 
 with pytest.MonkeyPatch.context() as patch:  # `tests` is a package of the checkout alone
     patch.syspath_prepend(Path(__file__).parents[2])
-    from tests.conftest import forked_workers, no_waiting_for_disks, pytest_collection_modifyitems
+    from tests.conftest import no_waiting_for_disks, pytest_collection_modifyitems
+    from tests.tools.fork_server import pytest_configure
 
-__all__ = ["forked_workers", "no_waiting_for_disks", "pytest_collection_modifyitems"]
+__all__ = ["no_waiting_for_disks", "pytest_collection_modifyitems", "pytest_configure"]
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,8 @@ def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(here, tmp_pa
 @pytest.mark.exhaustive
 def test_an_installed_package_is_tested_by_its_own_tests(site: Path, tmp_path: Path) -> None:
     tests = shutil.copytree(PACKAGE / "tests", tmp_path / "tests")
-    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", tests]
+    options = "-p", "no:cacheprovider", "-p", "tests.tools.fork_server", "-q", tests
+    command = [sys.executable, "-P", "-m", "pytest", *options]
     path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
     installed = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=installed, cwd=tmp_path, capture_output=True, text=True)

@@ -60,6 +60,8 @@ def run(folder: Path, *arguments: str, device: str = "cpu") -> tuple[int, str]:
     # In a worker of pytest-xdist there are no benchmarks.
     alone = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     options = ["-W", "error", "--sparsebench-device", device, *arguments]
+    if arguments[0].startswith("suite.yaml"):
+        options += ["-p", "tests.tools.fork_server"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=folder,

@@ -9,6 +9,8 @@ the server ends, and this process adopts it. It has the present environment. If 
 libraries read when they are imported has changed, the worker starts as usual, and so does one that
 runs anything but our two modules. So does the worker of a command in a process of its
 own (test_cli.py).
+
+    pytest -p tests.tools.fork_server      a session of its own has a server too
 """
 
 import ctypes
@@ -22,6 +24,8 @@ import time
 import traceback
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from sparsebench.harness.machine import child_process
 from sparsebench.harness.run import worker_process
@@ -37,6 +41,14 @@ MESSAGE_BYTES = 2**20
 READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"
 
 _spawn = child_process.spawn
+
+
+def pytest_configure(config: Any) -> None:
+    """Fork worker processes, except on a GPU machine: CUDA does not survive a fork."""
+    if not torch.cuda.is_available():
+        server = Server()
+        child_process.spawn = server.spawn
+        config.add_cleanup(server.close)
 
 
 class Server:
