@@ -4,6 +4,8 @@
                                                                          └ fork, fork ─> worker
                  <── the worker's process id ───────────────────────────
 
+A worker begins with a server of its own, for guests.
+
 The worker is the child of this process, as if it had been started here: the process between it and
 the server ends, and this process adopts it. It has the present environment. If a variable that
 libraries read when they are imported has changed, the worker starts as usual, and so does one that
@@ -116,11 +118,8 @@ class Forked(subprocess.Popen[str]):
         self._communication_started, self._input = False, None
 
 
-def serve(number: int) -> None:
+def serve(requests: socket.socket) -> None:
     """Fork a worker for each request, until the socket closes."""
-    for module in *MODULES, "triton", "scipy.sparse":
-        import_module(module)
-    requests = socket.socket(fileno=number)
     while True:
         message, pipes, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
         if not message:
@@ -140,9 +139,24 @@ def serve(number: int) -> None:
         os.waitpid(between, 0)
 
 
+def server_of_guests(pipes: list[int]) -> Server:
+    """Return a server that is forked from this worker, which has done nothing yet."""
+    server, (here, there) = Server(), socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if not os.fork():
+        for end in here.fileno(), *pipes:
+            os.close(end)
+        serve(there)
+    there.close()
+    server._socket = here
+    return server
+
+
 def work(request: dict[str, Any], pipes: list[int]) -> None:
     """Be the worker, and end."""
     os.setsid()
+    module, *arguments = request["command"]
+    if module == MODULES[0]:
+        child_process.spawn = server_of_guests(pipes).spawn
     for place, pipe in enumerate(pipes):
         os.dup2(pipe, place)
         os.close(pipe)
@@ -152,7 +166,7 @@ def work(request: dict[str, Any], pipes: list[int]) -> None:
     os.environ.clear()
     os.environ |= request["environment"]
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    module, *sys.argv[1:] = request["command"]
+    sys.argv[1:] = arguments
     code: Any = 0
     try:
         import_module(module).main()
@@ -166,4 +180,6 @@ def work(request: dict[str, Any], pipes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    for name in *MODULES, "triton", "scipy.sparse":
+        import_module(name)
+    serve(socket.socket(fileno=int(sys.argv[1])))
