@@ -32,7 +32,7 @@ for size, names in {
     " num_experts_per_tok",
     4: "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads"
     " num_experts num_local_experts n_routed_experts",
-    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim",
+    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim mamba_chunk_size mamba_d_state",
     32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank",
     8: "qk_rope_head_dim sliding_window",
     1: "n_group topk_group",
