@@ -25,7 +25,7 @@ test: .venv/installed
 
 # Also run the exhaustive tests, of which `make test` has a sample, and those in a browser, if there is one.
 test-all: .venv/installed
-	@echo "$$(date +%H:%M): about 14 minutes on two idle cores"
+	@echo "$$(date +%H:%M): about 13 minutes on two idle cores"
 	$(PYTEST)
 
 # Compile every kernel that tests/compiling/record.txt does not know, and write that record.
