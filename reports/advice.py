@@ -186,8 +186,8 @@ def commands(answer: Answer) -> dict[str, str]:
     (way, sparsity), load = KINDS[best.kind], "from transformers import AutoModelForCausalLM"
     if way in TORCHAO:
         load += f", TorchAoConfig; from torchao.quantization import *; model = {FROM}("
-        stored = model.source.partition("huggingface.co/")[2].partition("/blob/")[0] or folder
-        load += f"{stored!r}, quantization_config=TorchAoConfig({TORCHAO[way]}))"
+        repository = model.source.partition("huggingface.co/")[2].partition("/blob/")[0] or folder
+        load += f"{repository!r}, quantization_config=TorchAoConfig({TORCHAO[way]}))"
         return {"load, in Python, with torchao": load, **lines}
     pattern = f"2:4 --dense {1 - 2 * sparsity:g}" if way == TWO_FOUR else f"{sparsity:g} --dense 0"
     load = f'import sparsebench.nn; {load}; model = {FROM}("pruned")'

@@ -37,13 +37,13 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
     variation = (
         "Speedups also differ from card to card, from day to day and between versions of the "
         "harness. In the published runs, the standard deviation of this variation is "
-        f"{join_words(by_class)}, by a jackknife over the cards. Every interval of a verdict "
-        "includes it. The fewer degrees of freedom the estimate of a kernel has, the closer the "
-        "result is to that of all kernels with such times."
+        f"{join_words(by_class)}. A jackknife over the cards gives the degrees of freedom. Every "
+        "interval of a verdict includes this variation. The fewer degrees of freedom the estimate "
+        "of a kernel has, the closer the result is to that of all kernels with such times."
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]
-    held_out = "Each pair of runs is tested with the variation of cases that other cards measured."
+    of_others = "Each pair of runs is tested with the variation of cases that other cards measured."
     return [
         "The cases below were measured in two runs on different cards of one kind, over dense on "
         "the same zeros. Both runs searched for their configurations and ran the same kernel: "
@@ -54,7 +54,7 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         "both speedups holds 0. This is expected of 95 %.",
         "By processes alone, intervals are too narrow, because the processes of a run share a "
         "card and a day. " + variation,
-        *([held_out] if are_published(repeats) else []),
+        *([of_others] if are_published(repeats) else []),
         f"p is the probability of so few cases inside if {100 * INSIDE:g} % were expected "
         "(binomial test, corrected for the number of strata by Holm's method). The test takes "
         "cases as independent.",

@@ -191,7 +191,7 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
     at_shortest, texts = list[str](), list[str]()
     for name, curve in earliest.items():
         if curve.faster_from == (first := curve.points[0]).tokens:
-            how = _how(curve, [first])
+            how = _selection(curve, [first])
             at_shortest.append(f"with {name} {_gain(first)} at {first.tokens:,} tokens {how}")
         else:
             texts.append(f"with {name}, attention {when(curve)}")
@@ -204,13 +204,13 @@ def finding(curves: Sequence[SelectionCurve]) -> str:
 
 def when(curve: SelectionCurve) -> str:
     """Say from which length on a curve is faster. At the shortest length it must not be faster."""
-    last, how = curve.points[-1].tokens, _how(curve, curve.points)
+    last, how = curve.points[-1].tokens, _selection(curve, curve.points)
     if curve.faster_from is None:
         return f"is not faster up to {last:,} tokens, the longest length measured {how}"
     return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}] {how}"
 
 
-def _how(curve: SelectionCurve, points: Sequence[CurvePoint]) -> str:
+def _selection(curve: SelectionCurve, points: Sequence[CurvePoint]) -> str:
     return f"({kept_of(curve)} kept, blocks of {curve.block[1]}{', a look' * is_look(points)})"
 
 

@@ -1,8 +1,8 @@
 """The grids of a site: how fast each format is over dense, by sparsity, on each number of tokens.
 
-Of several runs with a problem, the one counts that does for a published cell (cells.py). A cell
-shows only verdicts if there are any; otherwise it is marked as a look. The numbers and the findings
-are those of results/tables/grid.py.
+If several runs have a problem, cells.py decides which one a cell shows. A cell shows only verdicts
+if there are any; otherwise it is marked as a look. The numbers and the findings are those of
+results/tables/grid.py.
 """
 
 from collections.abc import Sequence

@@ -142,8 +142,8 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             for text, model in zip(shape, models, strict=True)
         ]
     row = [
-        SELECTED * selects(choice) + stored_name(*map(str, stored))
-        for choice, *stored in timed[["choice", "kind", "tile", "block", "pattern"]].to_numpy()
+        SELECTED * selects(choice) + stored_name(*map(str, names))
+        for choice, *names in timed[["choice", "kind", "tile", "block", "pattern"]].to_numpy()
     ]
     lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
     return with_objects(lines)

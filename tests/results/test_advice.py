@@ -56,30 +56,30 @@ from tests.tools.marks import crossed
 from tests.tools.paths import PUBLISHED
 
 
-class KeptEstimates(Estimator):
-    """Estimates kept by layer: advice for 64 numbers of tokens asks for those at a few again."""
+class CachedEstimator(Estimator):
+    """Estimates with a cache by layer, which advice for 64 numbers of tokens asks for again."""
 
     @cached_property
-    def kept(self) -> dict[Any, Any]:
+    def values(self) -> dict[Any, Any]:
         return {}
 
     def estimate(self, layer: Layer, gpu: Gpu) -> Estimate | None:
         key = layer, gpu.name
-        if key not in self.kept:
-            self.kept[key] = super().estimate(layer, gpu)
-        return self.kept[key]
+        if key not in self.values:
+            self.values[key] = super().estimate(layer, gpu)
+        return self.values[key]
 
     def dense_us(self, layer: Layer, gpu: Gpu) -> float:
         key = layer, gpu.name, DENSE
-        if key not in self.kept:
-            self.kept[key] = super().dense_us(layer, gpu)
-        return self.kept[key]
+        if key not in self.values:
+            self.values[key] = super().dense_us(layer, gpu)
+        return self.values[key]
 
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
     packaged = packaged_evidence()
-    vars(packaged)["layers"] = KeptEstimates(packaged.layers.gpus, packaged.measured)
+    vars(packaged)["layers"] = CachedEstimator(packaged.layers.gpus, packaged.measured)
     return packaged
 
 
