@@ -33,7 +33,7 @@ from sparsebench.results.comparison.repeats import Verdicts, repeats
 from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import capital
 from sparsebench.results.run.bundle import Redaction
-from sparsebench.results.tables.families import family
+from sparsebench.results.tables.families import DEFAULT, family
 from sparsebench.results.tables.grid import EVERY
 
 WIDTH = 6.2  # pixels per character of a badge
@@ -232,8 +232,15 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
 
 
 def _confirmation(grid: grids.SiteGrid, card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
-    """Return the run that confirms a grid's largest gain, on another card if there is one."""
-    if card.headline.get("case") != grid.top["case_id"]:
+    """Return the run that confirms a grid's largest gain, on another card if there is one.
+
+    The gain of `default` is that of the kernel that it ran, which a headline names.
+    """
+    top, case = grid.top, card.headline.get("case")
+    named = next((line for line in card.lines if line["case_id"] == case), None)
+    if not named or any(named[part] != top[part] for part in ("problem_id", "kind", "tile")):
+        return None
+    if top["kernel"] not in (named["kernel"], DEFAULT):
         return None
     others = [_relation(card, other) for other in cards if other.source == card.origin]
     with_gain = [other for other in others if other["gain"]]

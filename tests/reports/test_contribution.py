@@ -32,8 +32,8 @@ CARD, HOST = "GPU-aaaabbbb-1111-2222-3333-444455556666", "node17"
 RECORDED = PUBLISHED / "nvidia-h200" / "decode-confirmed"
 
 
-def recorded(to: Path, gpu: str, processes: int = 8) -> Path:
-    """Write a published run as one of another card, with some of its processes; return it."""
+def recorded(to: Path, gpu: str, most: int = 1000) -> Path:
+    """Write a published run as one of another card, with `most` processes; return it."""
     shutil.copytree(RECORDED, to)
     environment = json.loads((to / "environment.json").read_text())
     state = json.loads((to / "run.json").read_text())
@@ -41,7 +41,8 @@ def recorded(to: Path, gpu: str, processes: int = 8) -> Path:
     card = json.loads(lines[0])["device"]
     text = json.dumps(environment).replace(environment["gpu"]["name"], gpu).replace(card, CARD)
     (to / "environment.json").write_text(json.dumps({**json.loads(text), "hostname": HOST}))
-    done = state["contests"]["done"] * processes // 8
+    processes = min(most, state["flags"]["replicates"])
+    done = state["contests"]["done"] * processes // state["flags"]["replicates"]
     state["flags"]["replicates"], state["contests"] = processes, {"done": done, "of": done}
     (to / "run.json").write_text(json.dumps(state))
     rows = [json.loads(line.replace(card, CARD)) for line in lines]
