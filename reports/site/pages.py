@@ -16,6 +16,7 @@ feed.xml, sitemap.xml, badges/SLUG.svg, style.css, report.js
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -243,7 +244,7 @@ def _confirmation(grid: grids.SiteGrid, card: Card, cards: Sequence[Card]) -> di
     if top["kernel"] not in (named["kernel"], DEFAULT):
         return None
     others = [_relation(card, other) for other in cards if other.source == card.origin]
-    with_gain = [other for other in others if other["gain"]]
+    with_gain = filter(itemgetter("gain"), others)
     return max(with_gain, key=lambda other: "another" in other["how"], default=None)
 
 
@@ -254,17 +255,9 @@ def _groups(cards: Sequence[Card], current: Collection[str]) -> list[dict[str, A
     """
     groups = []
     for gpu in dict.fromkeys(card.gpu for card in cards):
-        cards_of_gpu = [card for card in cards if card.gpu == gpu]
-        cards_of_gpu.sort(
-            key=lambda card: (
-                card.slug not in current,
-                bool(card.role),
-                not card.verdict,
-                card.suite,
-                card.name,
-            )
-        )
-        groups.append({"name": gpu, "cards": cards_of_gpu, "current": current})
+        of_gpu = sorted((c for c in cards if c.gpu == gpu), key=attrgetter("suite", "name"))
+        of_gpu.sort(key=lambda c: (c.slug not in current, bool(c.role), not c.verdict))
+        groups.append({"name": gpu, "cards": of_gpu, "current": current})
     return sorted(groups, key=lambda group: -len(group["cards"]))
 
 
