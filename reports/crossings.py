@@ -51,8 +51,8 @@ NOTES = [
     "Interval: the lengths at which the interval of the gain holds 1. It has that interval's "
     f"level: 95 % from {FEWEST} processes on. A look (†) has fewer, and shows their range.",
     "Kept: the share of the blocks of keys that a query sees, or a number of keys.",
-    "A call with given scores or lists does not score blocks itself: what it gains is an upper "
-    "limit for a method that would. Pooled: mean query and mean key of two blocks. XAttention: "
+    "A call with given scores or lists does not score blocks itself: a method that does takes "
+    "longer with the same kernel. Pooled: mean query and mean key of two blocks. XAttention: "
     "strided antidiagonals. Means and bounds of pages: of the cached keys, kept beside them.",
 ]
 

@@ -32,7 +32,7 @@ from sparsebench.results.statistics.outcome import DIFFERENT
 from sparsebench.results.tables.frame import KEYS, records
 from sparsebench.results.tables.grid import Case, Finding
 
-COLUMNS = ["question", "before", "now", "change", "cause"]
+COLUMNS = ["question", "before", "now", "change of this case", "cause"]
 WEIGHTS = {"original": "unpruned weights", "pruned": "the same zeros", "": "no dense contender"}
 MEASURES = {"kernel": "isolated", "chain": "inside a chain", "op": "called from Python"}
 

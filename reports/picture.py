@@ -37,7 +37,7 @@ def with_series(cases: pd.DataFrame) -> pd.DataFrame:
     cases = cases[cases.speedup.notna() & ~cases.twin & (cases.op == "linear")]
     shipped = cases.options.astype(str).str.contains("False")
     named = cases.assign(series=cases.kernel.map(SERIES))[~shipped]
-    ours = cases[cases.kernel.str.startswith(("bsr_triton", "bsr_wgmma", "bsr_small"))]
+    ours = cases[cases.kernel.str.match("bsr_(triton|wgmma|small|strips)")]
     fastest = ours.loc[ours.groupby(["block", "level"]).speedup.idxmax()].assign(series=OURS)
     return pd.concat([fastest, named[named.series.notna()]])
 

@@ -86,11 +86,12 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Headline
 
-A speedup is over the fastest dense kernel of the contest. The best peer is the fastest kernel of
-others in it. If that is a dense one, at 1.0×, no sparse peer is faster. `measured alone` is the
-speedup in a run that confirms the run of the line, and `not yet` if there is none. `in all runs` is
-the range over all runs on that kind of GPU, replaced ones included. It is over dense on the same
-zeros, because older runs have no unpruned weights.
+A speedup is over the fastest dense kernel of the contest, with the unpruned weights if the contest
+has them. The best peer is the fastest kernel of others in it, apart from dense ones on the pruned
+weights. If that is a dense one, at 1.0×, no sparse peer is faster. `measured alone` is the speedup
+in a run that confirms the run of the line, and `not yet` if there is none. `in all runs` is the
+range over all runs on that kind of GPU, replaced ones included. It is over dense on the same zeros,
+because older runs have no unpruned weights.
 
 {headline}
 
@@ -98,7 +99,8 @@ zeros, because older runs have no unpruned weights.
 
 ## What changed
 
-Each headline beside the one that it replaced. Both are read by the same statistics. A cause is a
+Each headline beside the one that it replaced. Both are read by the same statistics. The change is
+that of the case that is the headline now; before, another case may have been faster. A cause is a
 recorded difference: the measure, the weights or the kernel of the baseline, our kernel, and, if the
 change of the same case is settled, what `sparsebench compare` names for it.
 

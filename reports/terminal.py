@@ -132,7 +132,7 @@ def trust(analysis: Analysis) -> list[str]:
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
         lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
-    once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
+    once = analysis.timed[~analysis.timed.twin.astype(bool)].drop_duplicates("case_id")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = once[name][once[name].fillna("") != ""].value_counts()
         lines += [f"{are(n, 'case')} marked: {why.format(mark)}." for mark, n in marks.items()]

@@ -194,4 +194,5 @@ def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
     of_servers = tmp_path / "h200/serving-1-128/index.html"
     assert wrong_in(r"<span>requests per second: [\d.]+ \[(\d+)", of_servers, site.answer) == 1
     for file in {*tmp_path.glob("h200/*/index.html")} - {of_servers}:
-        assert wrong_in(r"<b>([\d.]+)× \[", file, site.answer) == 1, file
+        # With another last digit it would be the speedup of another case.
+        assert wrong_in(r"<b>(\d)[\d.]*× \[", file, site.answer) == 1, file

@@ -139,8 +139,8 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         (1.2, "bsr_wgmma", "1.10× as fast as bsr_small; users get bsr_wgmma (by default), 60"),
         (0.9, "bsr_wgmma", "as fast as cublas (100 µs): bsr_wgmma (by default) 45"),
         # The winner is no rival of itself.
-        (1.01, "bsr_triton", "1.10× as fast as bsr_small; users get it by default (50.5"),
-        (0.99, "bsr_triton", "1.10× as fast as bsr_small; users get it by default (49.5"),
+        (1.01, "bsr_triton", "1.10× as fast as bsr_small; users get bsr_triton by default (50.5"),
+        (0.99, "bsr_triton", "1.10× as fast as bsr_small; users get bsr_triton by default (49.5"),
     ):
         default = others(users, factor, kernel=kernel)
         text = text_of(replace(result, rows=[*result.rows, *second, *default]))
