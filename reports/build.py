@@ -136,7 +136,7 @@ def _evidence(analysis: Analysis) -> dict[str, Any]:
     if not finding:
         return {}
     case = finding.pop("case")
-    once = timed[~timed.twin.astype(bool)].drop_duplicates("case_id")
+    once = timed.drop_duplicates("case_id")
     different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
     counts = [
         brackets(timed.gain_interval[timed.case_id == case]),
