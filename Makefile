@@ -46,7 +46,7 @@ api: .venv/installed
 
 # Take the picture of the site's first page, results/published/site.png.
 picture: site
-	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,640 --screenshot=results/published/site.png file://$(CURDIR)/$(SITE)/index.html
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,640 --screenshot=results/published/site.png file://$(abspath $(SITE))/index.html
 
 # Test reports and a site in Chromium; fails without Chromium.
 browser: .venv/browser
