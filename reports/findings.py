@@ -194,8 +194,8 @@ def _lead(best: Case, rivals: pd.DataFrame) -> Iterator[str]:
         following = dict(rest.iloc[0])
         yield f"{_ratio(best, following)} as fast as {contender_name(following)}"
     if len(same):
-        (time, *_), name = same.median_us, contender_name(best)
-        yield f"users get {name} by default ({duration(time)})"
+        time = duration(same.iloc[0]["median_us"])
+        yield f"users get {contender_name(best)} by default ({time})"
     elif len(users) and users.index[0] != rest.index[0]:
         default = dict(users.iloc[0])
         yield f"users get {contender_name(default)}, {duration(default['median_us'])}"

@@ -167,7 +167,7 @@ def _title(analysis: Analysis) -> Text:
 def _beyond(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the cases faster than dense by more than 1 / (1 - sparsity): dense was slow.
 
-    It is dense on the same zeros, because unpruned weights take longer.
+    Dense multiplies the same zeros here, because unpruned weights take longer.
     """
     dense = timed["format"].isin({"dense", *OF_ACTIVATIONS, *QUANTISED})
     sparse = timed[~dense & (timed.level > 0) & (timed.level < 1)]

@@ -40,9 +40,9 @@ TOLERANCE = 0.1  # of a sample, which may be hot while a burst is throttled by p
 SLACK_US = {"cuda": 400.0, "cpu": 2500.0}
 BURST_US = 2e4  # a burst takes about as long, but has at least LEAST_CALLS
 LEAST_CALLS, BURSTS = 4, 5  # BURSTS: tries, of which the fastest counts
-# Of the yardstick, by its clock: a ratio, and µs that are added. The host has other work: called
-# from Python, one call took 44 µs in one process and 55 in another. On a CPU, a call of 3.6 µs took
-# 11 µs in a process that had just waited for a request.
+# How far the yardstick's times may differ, by its clock: a ratio, and µs beyond it. The host has
+# other work: called from Python, one call took 44 µs in one process and 55 in another. On a CPU, a
+# call of 3.6 µs took 11 µs in a process that had just waited for a request.
 AGREE = {"graph": (1.1, 0.0), "events": (3.0, 0.0), "host": (3.0, 20.0)}
 COMPARED = 8  # outputs of a burst: one that leaves out a tenth of its calls passes in 43 %
 TRIES = 3

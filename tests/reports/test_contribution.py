@@ -33,7 +33,7 @@ RECORDED = PUBLISHED / "nvidia-h200" / "decode-confirmed"
 
 
 def recorded(to: Path, gpu: str, most: int = 1000) -> Path:
-    """Write a published run as one of another card, with `most` processes; return it."""
+    """Write a published run as one of another card, with at most `most` processes; return it."""
     shutil.copytree(RECORDED, to)
     environment = json.loads((to / "environment.json").read_text())
     state = json.loads((to / "run.json").read_text())

@@ -114,7 +114,8 @@ def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypa
     assert "Confirmed alone" not in page.read_text()
     done = publish([STEP.with_name("ffn-step-confirmed")], to, Site(), unchecked)
     assert len(done.written) == 2
-    assert '<a href="../../h200/ffn-step-confirmed/index.html">1.6' in page.read_text()
+    link = '<a href="../../h200/ffn-step-confirmed/index.html">'
+    assert link + card_of(STEP.with_name("ffn-step-confirmed")).gain.split()[0] in page.read_text()
     confirming = (to / "h200" / "ffn-step-confirmed" / "index.html").read_text()
     assert 'Made from <a href="../../h200/ffn-step/index.html">' in confirming
 
