@@ -23,7 +23,7 @@ from sparsebench.results.formatting import between, conditions, duration, percen
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import UNPRUNED
 from sparsebench.results.statistics.ratio import ratio_over
-from sparsebench.results.tables import cliffs, grid, untimed_peers
+from sparsebench.results.tables import calls, cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.cases import DENSE
 from sparsebench.results.tables.contests import in_chain, selects, stored_name, usual
@@ -90,9 +90,10 @@ def headline(analysis: Analysis) -> dict[str, Any]:
 
 
 def remarks(analysis: Analysis) -> list[str]:
-    """Return sentences about cliffs and about kernels of others that could not run."""
-    texts = [cliffs.sentence(usual(analysis.timed)), untimed_peers.sentence(analysis.run.rows)]
-    return [*filter(None, texts)]
+    """Return sentences about calls, cliffs, and kernels of others that could not run."""
+    timed = analysis.timed
+    texts = [calls.sentence(timed), cliffs.sentence(usual(timed))] if len(timed) else []
+    return [*filter(None, [*texts, untimed_peers.sentence(analysis.run.rows)])]
 
 
 @lru_cache(1)  # the card, the report and its evidence of a run begin with it

@@ -40,11 +40,6 @@ class PublishedRun(Analysis):
     def processes(self) -> int:
         return int(self.run.state["flags"]["replicates"])
 
-    @property
-    def kind(self) -> str:
-        """Return `verdict`, or `look` if there are too few processes for one."""
-        return "verdict" if self.processes >= FEWEST else "look"
-
     @cached_property
     def replaced(self) -> "list[PublishedRun]":
         """Return the runs that this one replaced, the oldest first."""
@@ -82,6 +77,11 @@ QUESTIONS = [
     Question("Are sparse activations faster?", "ffn", FFN),
     Question("In a training step?", "ffn-step", f"m == 16384 and {ACTIVE}"),
 ]
+
+
+def kind_of(processes: int) -> str:
+    """Return `verdict`, or `look` if there are too few processes for one."""
+    return "verdict" if processes >= FEWEST else "look"
 
 
 def read(root: Path) -> dict[str, PublishedRun]:
@@ -147,6 +147,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     run = runs[question.run]
     case = headline_case(question, run)
     best, isolated = case.finding.best, case.isolated
+    processes = int(best["processes"])
     beside = " isolated" if is_short(best) else ""
     if best["scope"] != isolated["scope"]:
         beside = f" inside a chain; isolated {gain_text(isolated)}"
@@ -163,7 +164,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         _alone(best, run, runs) or "not yet",
         _in_all_runs(best, run, runs),
         f"{run.device}, {conditions(best)}",
-        f"[{run.name}](/{run.home}), {amount(int(best['processes']), 'process')}, a {run.kind}",
+        f"[{run.name}](/{run.home}), {amount(processes, 'process')}, a {kind_of(processes)}",
     ]
 
 

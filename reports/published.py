@@ -36,7 +36,14 @@ from sparsebench.reports import advice, cells, costs, defaults
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.gpu_time import gpu_time
 from sparsebench.reports.grids import about_view, sentences, weights
-from sparsebench.reports.headline import QUESTIONS, PublishedRun, confirmations_of, headline, read
+from sparsebench.reports.headline import (
+    QUESTIONS,
+    PublishedRun,
+    confirmations_of,
+    headline,
+    kind_of,
+    read,
+)
 from sparsebench.reports.headline_changes import headline_changes
 from sparsebench.reports.picture import picture
 from sparsebench.reports.site.cards import run_lines
@@ -338,7 +345,7 @@ def _about(run: PublishedRun) -> list[str]:
         f"{minutes} min {seconds} s" if minutes else f"{seconds} s",
         state["started"][:10],
         commit_of(run.run.path, run.run.environment)[:7] + dirty,
-        run.kind,
+        kind_of(run.processes),
         run.noise.reliability[0],
         f"{limited} of {len(timed)}",
     ]

@@ -47,6 +47,7 @@ TEXTS = {
     "of_layers": "of {}",
     "requests": "{} requests",
     "vocab": "vocabulary {}",
+    "weight_bits": "values of {} bits",
 }
 """Texts of fields; any other field is its name and its value."""
 

@@ -14,12 +14,15 @@ from sparsebench.results.formatting import (
     between,
     brackets,
     capital,
+    join_words,
+    kernel,
     percent,
     plain,
     significant,
     times,
 )
 from sparsebench.results.problem_names import problem_name
+from sparsebench.results.record import UNPRUNED
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.frame import fields, records
 
@@ -63,6 +66,8 @@ def draw(analysis: Analysis) -> Markup:
         "fields": ["op", *fields(cases)],
     }
     held = f" {_spans(cases)} {capital(brackets(cases.interval))}." if len(analysis.timed) else ""
+    bases = {kernel(label).removesuffix(UNPRUNED) for label in cases.baseline_label.dropna()}
+    held += BASES.format(join_words(sorted(bases))) if bases else ""
     whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
         note(whole.format(len(cases), download("cases", cases)) + held)
@@ -131,6 +136,7 @@ def _code(text: str) -> Markup:
     return Markup("<code>{}</code>").format(text)
 
 
+BASES = " Speedups here: over {}, the suite's first baseline; in grids: over the fastest dense one."
 TOOL = (
     '<p class="note">The same in every line: {}. Type words to find the lines that contain all of '
     "them. m:16, speedup:&gt;2 and time:10..50 search a single column, as the fields below the "
