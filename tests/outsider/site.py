@@ -254,4 +254,5 @@ def words(case: Any) -> set[str]:
     sides = block if isinstance(block, list) else [block, block]
     texts |= {f"{sides[0]} × {sides[1]} blocks", f"{fields.get('n')} × {fields.get('k')}"}
     texts |= {"causal" if fields.get("causal") else "not causal"}
+    texts |= {f"values of {fields.get('weight_bits')} bits"}
     return texts | {f"head size {fields.get('head_dim')}", MODELS.get(fields.get("hidden"), "")}
