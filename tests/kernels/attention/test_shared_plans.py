@@ -13,7 +13,6 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._selection import Selection, select_in_torch
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Operator
-from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention import (
     _shared_plans,
     attention_triton,
@@ -28,7 +27,10 @@ from sparsebench.kernels.attention._shared_plans import (
 )
 from sparsebench.kernels.nn.attention import attention_of_elements
 from tests.compiling.nvcc import hopper
-from tests.compiling.triton_kernels import complaint_about_launch
+from tests.compiling.triton_kernels import (
+    assert_all_compile,
+    programs_of_templates,
+)
 from tests.kernels.attention.cases import (
     BF16,
     SELECTIONS,
@@ -45,8 +47,7 @@ from tests.kernels.attention.cases import (
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None:
-    programs: list[BoundKernel] = []
-    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    programs = programs_of_templates(monkeypatch)
     mask = selection_mask(Case((4096, 4096), 64, (8, 8), causal=True), 0)
     for has_bits in (False, True):
         make_shared_plans(Sizes.of(mask)._replace(has_bits=has_bits), in_triton)
@@ -60,9 +61,7 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
         _means_launch.__wrapped__(*shape, device, 64, 1, of_means)
     assert len(programs) == 18
-    for program in (*programs, *(one.before for one in programs if one.before)):
-        complaint = complaint_about_launch(program, capability)
-        assert complaint is None, (program.kernel.__name__, complaint)
+    assert_all_compile(programs, capability)
 
 
 LISTED = [  # elements, block: every kind of block, one list for all rows of a mask, views
