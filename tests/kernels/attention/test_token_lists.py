@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._selection import Selection
@@ -134,14 +135,9 @@ def test_nsa_scores_blocks_by_its_compressed_branch(case: TokenCase, biased: boo
     actual, scores = compress(
         *map(moved, (q, k, v)), case.block, 0.3, None if bias is None else moved(bias)
     )
-    close = (
-        {"atol": 2e-3, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
-    )
-    torch.testing.assert_close(actual.cpu().double(), o, **close)
-    right = right if bias is None else right + bias
-    torch.testing.assert_close(
-        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
-    )
+    bound = 2e-3 if q.dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(actual.cpu().double(), o, atol=bound, rtol=bound)
+    require_scores(scores, right, bias, case, atol=2e-3)
 
 
 @pytest.mark.interpreted
@@ -152,13 +148,17 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
     right = moba_of(q, k, case.block)
     bias = torch.randn(right.shape) if biased else None
     scores = score_blocks(*map(moved, (q, k)), case.block, None if bias is None else moved(bias))
-    close = (
-        {"atol": 1e-2, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
-    )
+    require_scores(scores, right, bias, case, atol=1e-2)
+
+
+def require_scores(
+    scores: Tensor, right: Tensor, bias: Tensor | None, case: TokenCase, atol: float
+) -> None:
+    """Compare the scores of visible blocks with those in fp64; `atol` is that of fp16."""
+    half, seen = case.dtype == torch.float16, visible_blocks(case)
+    close = {"atol": atol, "rtol": 2e-3} if half else {"atol": 1e-5, "rtol": 1e-5}
     right = right if bias is None else right + bias
-    torch.testing.assert_close(
-        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
-    )
+    torch.testing.assert_close(scores.cpu().double()[..., seen], right[..., seen], **close)
 
 
 @pytest.mark.interpreted(also_compiled=False)
