@@ -19,9 +19,9 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import cublas
 from sparsebench.kernels.peers import cublas_masked
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.devices import CPU
 from tests.tools.marks import crossed
 
-CPU = torch.device("cpu")
 DGRAD, WGRAD = load_op("linear_dgrad"), load_op("linear_wgrad")
 FIELDS = {"m": 256, "n": 64, "k": 96, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 
