@@ -24,6 +24,8 @@ os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the co
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
 os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 torch.set_num_threads(1)
+# Rows are millions of objects, which a young collection after each 700 would visit: 1 s of 10.
+gc.set_threshold(50_000)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from tests.tools.quick_interpreter import quicken
