@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from sparsebench.harness.machine import stand_in
-from sparsebench.reports.headline import PublishedRun, read
 from tests.compiling import record
 from tests.simulated.in_process import in_this_process
 from tests.tools import fork_server
-from tests.tools.paths import ROOT
 
 HERE = Path(__file__).parent
 collect_ignore = ["thirdparty"]  # a separate package with its own tests (test_plugins.py)
@@ -26,6 +24,8 @@ os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the co
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
 os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 torch.set_num_threads(1)
+# Rows are millions of objects, which a young collection after each 700 would visit: 1 s of 10.
+gc.set_threshold(50_000)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from tests.tools.quick_interpreter import quicken
@@ -33,9 +33,8 @@ if INTERPRETED:
     quicken()
 COMPILE = "compile"  # a test's property: an entry of compiling/record.txt
 # Modules with tests of a minute: they begin first, so that no process waits for another's last.
-# Those that need `published_runs` follow each other, so that one process reads the runs.
-LONG = ["kernels/test_interpreted.py", "slurm/test_slurm.py", "reports/test_published.py"]
-LONG += ["results/test_few_tokens.py", "test_packaging.py", "test_outsider.py"]
+LONG = ["kernels/test_interpreted.py", "slurm/test_slurm.py", "test_packaging.py"]
+LONG += ["reports/test_every_published_run.py", "test_outsider.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,12 +95,6 @@ def no_waiting_for_disks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
-
-
-@pytest.fixture(scope="session")
-def published_runs() -> dict[str, PublishedRun]:
-    """Return all published runs, which takes 20 s."""
-    return read(ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,10 @@ def changed(pattern: str, text: str) -> str:
 
 
 def wrong_with(pattern: str, page: str, reader: Callable[[str], Iterator[str]]) -> int:
-    """Return how many figures a reader rejects on a page with one changed digit."""
-    assert [*reader(page)] == []
+    """Return how many figures a reader rejects on a page with one changed digit.
+
+    Without the change it rejects none: see the first test.
+    """
     return len([*reader(changed(pattern, page))])
 
 

@@ -3,7 +3,7 @@
 import ast
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +11,7 @@ from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import triton
 from torch import Tensor
@@ -22,7 +23,7 @@ from triton.runtime.jit import JITCallable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.source_code import bare_python
-from sparsebench.kernels._common.triton import BoundKernel
+from sparsebench.kernels._common.triton import BoundKernel, Template
 from tests.compiling.record import in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -66,6 +67,21 @@ def complaint_about_launch(program: BoundKernel, capability: int) -> str | None:
     """Compile a launch for a capability, and say what is wrong with it, or None."""
     source, options = source_of(program)
     return complaint_about(source, capability, options)
+
+
+def programs_of_templates(patch: pytest.MonkeyPatch) -> list[BoundKernel]:
+    """Return a list that gets what templates would compile from now on."""
+    programs: list[BoundKernel] = []
+    patch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    return programs
+
+
+def assert_all_compile(programs: Iterable[BoundKernel], capability: int) -> None:
+    """Compile launches, and those that each has before it."""
+    for program in programs:
+        for launch in filter(None, (program.before, program)):
+            complaint = complaint_about_launch(launch, capability)
+            assert complaint is None, (launch.kernel.__name__, launch.constants, complaint)
 
 
 def complaint_about(source: ASTSource, capability: int, options: Mapping[str, Any]) -> str | None:

@@ -13,8 +13,8 @@ from sparse_decoder import Forward, Model, Shape, Weights
 from sparsebench.errors import SparsebenchError
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.model_files import read_whole
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, context=64, active=6)
 
 

@@ -24,8 +24,8 @@ from sparsebench.harness.run.history import History
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.tables.frame import frame
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 FIELDS: dict[str, Any] = {
     "m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16,
     "block": [8, 8], "dtype": "fp32", "pattern": "top_k_blocks", "sparsity": 0.3,

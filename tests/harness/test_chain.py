@@ -20,8 +20,8 @@ from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
 CHAIN = "chain", "cold"

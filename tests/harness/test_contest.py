@@ -21,8 +21,8 @@ from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
 BASELINE = Contender("dense", "torch_dense", baseline=True)

@@ -27,6 +27,7 @@ from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Lossy
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.tables.frame import frame
+from tests.tools.devices import CPU
 from tests.tools.tolerances import Product
 
 M, N, K = 48, 40, 512
@@ -191,7 +192,6 @@ def test_a_packed_output_of_another_kind_is_wrong() -> None:
     assert "expected a tensor, found Bsr [48, 40]" in str(check(packed, right).reason)
 
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 64, "n": 96, "k": 2048, "pattern": "unstructured", "sparsity": 0.9, "block": 1}
 NAMES = declare.names(inexact)
 

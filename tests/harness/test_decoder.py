@@ -13,8 +13,8 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder
 from sparsebench.harness.ops._op import with_fields
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 OP = load_op("decoder")
 SIZES = {"m": 2, "hidden": 24, "heads": 6, "kv_heads": 2, "head_dim": 8, "intermediate": 32}
 FEW = {"activation": "relu", "active": 4, "intermediate": 256, "hidden": 64, "m": 6}

@@ -15,8 +15,8 @@ from sparsebench.harness.ops._op import with_fields
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results.record import Contender, Problem, Status
 from tests.harness.test_decoder import REST, SIZES, loops
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 OP = load_op("experts_decoder")
 ROUTED = {"experts": 5, "top_k": 2}
 

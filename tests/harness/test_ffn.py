@@ -10,8 +10,8 @@ from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops._active import SEQUENCE, share_of_any
 from sparsebench.results.record import Problem, Value
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 M, N, K = 512, 1024, 256
 GATE = {"ffn": "wg", "mlp": "wu"}
 

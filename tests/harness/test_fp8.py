@@ -8,8 +8,8 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.inputs.bits import UNIT
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.harness.test_operands import built
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 FIELDS = {"m": 16, "n": 256, "k": 512, "dtype": "fp8", "pattern": "two_four", "sparsity": 0.5}
 

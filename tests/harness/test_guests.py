@@ -24,9 +24,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
 from sparsebench.results.run.consistency import Owners, check_consistency
+from tests.tools.devices import CPU
 from tests.tools.suites import ON_CPU, linear
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 BASELINE = Contender("dense", "torch_dense", baseline=True)
 

@@ -26,8 +26,8 @@ from sparsebench.harness.bench.tampering import ArrayGuard, TamperingError, chec
 from sparsebench.harness.inputs import bits
 from sparsebench.harness.machine.child_process import Child
 from sparsebench.results.record import Contender, Problem, Row, Status
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 64, "n": 64, "k": 64, "pattern": "blocks", "block": 16, "sparsity": 0.5}
 PROBLEM = Problem("linear", {**FIELDS, "dtype": "fp32"})
 BASELINE = Contender("dense", "torch_dense", baseline=True)

@@ -15,8 +15,8 @@ from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import sum_scale
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.harness.test_operands import built
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 FIELDS = {"m": 20, "n": 256, "k": 512, "dtype": "int8", "pattern": "six_eight", "sparsity": 0.25}
 
 

@@ -22,8 +22,8 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import bits, sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -19,19 +19,17 @@ from sparsebench.reports.comparison import reproduction
 from sparsebench.results.comparison.causes import same_code
 from sparsebench.results.comparison.changes import changes
 from sparsebench.results.comparison.sides import side
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Problem, Row, Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.run.store import StoredRun
+from tests.results.made_up import BSR, DENSE, TWIN, stored
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR as BSR_ENTRY
 from tests.tools.suites import BSR_ON_CPU, CSR, linear
 from tests.tools.suites import ON_CPU as TORCH
 
-DENSE = Contender("dense", "cublas", baseline=True)
-TWIN = replace(DENSE, baseline=False, twin=True)
-BSR = Contender("bsr", "bsr_triton")
 H200 = {"gpu": {"name": "NVIDIA H200", "uuid": "GPU-1"}}
 pytestmark = pytest.mark.usefixtures("no_figures")
 SUITE = linear("m: 4096, n: 4096, k: 4096, sparsity: [0.5, 0.9]", BSR_ENTRY, CSR)
@@ -55,7 +53,7 @@ def made_up(
         for m, speedup in enumerate(speedups, start=1)
         for contender, us in [(DENSE, 100.0), (TWIN, 100.0), (BSR, 100.0 / speedup)]
     ]
-    return StoredRun(Path("a run"), {}, "", environment, {"status": "finished"}, rows)
+    return stored(rows, "a run", environment)
 
 
 def again(first: StoredRun, second: StoredRun) -> dict[str, Any]:

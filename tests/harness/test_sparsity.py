@@ -16,8 +16,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Status
-
-CPU = torch.device("cpu")
+from tests.tools.devices import CPU
 
 
 def suite(folder: Path, tensor: str, fields: str, op: str = "ffn") -> list[Problem]:

@@ -4,7 +4,6 @@ import re
 from io import StringIO
 
 import pytest
-import torch
 from rich.console import Console
 
 from sparsebench.errors import Unsupported
@@ -12,8 +11,8 @@ from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, other_work
 from sparsebench.harness.run.try_kernel import plan, repeat, report, try_kernel
 from tests.tools.command_line import refusal, sparsebench
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 SMALL = "m=8", "n=64", "k=64", "--device", "cpu"
 
 

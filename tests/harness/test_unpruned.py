@@ -17,6 +17,7 @@ from sparsebench.harness.plan.suite import Suite, expand
 from sparsebench.harness.plan.unpruned import BOUND, intensity, prunes_weights, with_unpruned
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
+from tests.tools.devices import CPU
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -31,7 +32,6 @@ baselines:
   - {format: dense, kernel: cublas}
   - {format: dense, kernel: torch_dense}
 """
-CPU = torch.device("cpu")
 
 
 def suite(op: str = "linear", pattern: str = "blocks", level: str = "0.9") -> Suite:

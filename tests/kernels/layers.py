@@ -17,8 +17,7 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Lossy, Operands
 from sparsebench.results.record import Problem
-
-CPU = torch.device("cpu")
+from tests.tools.devices import CPU
 
 
 def problem_of(op: str, **fields: Any) -> Problem:

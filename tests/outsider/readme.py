@@ -240,8 +240,9 @@ def over_dense(cell: str, contest: pd.DataFrame, kernel: str) -> bool:
     return any(shows(cell, ratio(*pair)) for pair in pairs)
 
 
-def ranges(cell: str, key: str, gpu: str) -> bool:
-    """Return whether a cell has the range of a case over dense in all runs of 6 processes on a GPU.
+@cache
+def gains_of(key: str, gpu: str) -> list[float]:
+    """Return the speedups of a case over dense in all runs of 6 processes on a GPU.
 
     A run that was replaced counts if the one in its place has the case.
     """
@@ -256,6 +257,12 @@ def ranges(cell: str, key: str, gpu: str) -> bool:
             contest = contest[contest.weights != "original"]
             base = fastest(contest, dense(contest))
             gains += [ratio(ours.blocks, base.blocks)[0]] if base is not None else []
+    return gains
+
+
+def ranges(cell: str, key: str, gpu: str) -> bool:
+    """Return whether a cell has the range of these speedups."""
+    gains = gains_of(key, gpu)
     ends, count = re.findall(r"([\d.]+)×", cell), re.findall(r"in (\d+) run", cell)
     if count != [str(len(gains))]:
         return False

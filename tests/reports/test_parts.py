@@ -1,6 +1,5 @@
 """Calls whose mask changes: their parts stand beside the whole, in the report and the terminal."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from sparsebench.reports.grids import sentences
 from sparsebench.reports.parts import parts
 from sparsebench.reports.terminal import RunAnswer, answer_markdown
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.grid import findings, views
 from sparsebench.results.tables.parts import parts_of
+from tests.results.made_up import stored
 from tests.tools.reports import printed
 
 DENSE = Contender("dense", "sdpa_cudnn", baseline=True)
@@ -53,7 +52,7 @@ def analysis(sparsity: tuple[float, ...] = (0.9,), **changes: Any) -> Analysis:
                 given = {"samples_us": (us,), "candidates": (*SEARCH, *alone), **changes}
                 given["choice"] = {k: v for k, v in contender.options.items() if k == "selects"}
                 rows.append(Row(Case(problem, contender), Status.OK, process, **given))
-    return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, rows))
+    return analyse(stored(rows))
 
 
 def test_a_call_that_selects_its_blocks_is_a_row_of_its_own() -> None:

@@ -22,9 +22,9 @@ from sparsebench.reports.figures._svg import shade
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
+from tests.results.made_up import DENSE, TWIN
 from tests.tools.reports import report_of
 
-DENSE = Contender("dense", "cublas", baseline=True)
 SPARSE = [
     Contender("bsr", "bsr_triton"),
     Contender("bsr", "torch_bsr"),
@@ -151,8 +151,7 @@ def quick() -> list[Row]:
         for level in (0.5, 0.9)
         for row in contest(Problem("linear", fields(8, 64, 64, level, 8)), 0, noise)
     ]
-    twin = replace(DENSE, baseline=False, twin=True)
-    return [*rows, replace(rows[0], case=replace(rows[0].case, contender=twin))]
+    return [*rows, replace(rows[0], case=replace(rows[0].case, contender=TWIN))]
 
 
 def nothing_ok() -> list[Row]:

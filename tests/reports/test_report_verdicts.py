@@ -15,10 +15,10 @@ from sparsebench.reports.build import build
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
+from tests.results.made_up import DENSE, TWIN
 from tests.tools.reports import report_of
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
-DENSE = Contender("dense", "cublas", baseline=True)
 TIMES = {  # µs, scale of the wobble
     "fast": (50.0, 0.001),
     "faster_perhaps": (40.0, 0.5),
@@ -66,14 +66,13 @@ def contest(of: Problem, process: int, **other: Any) -> list[Row]:
 
 def pairs(process: int, twin: float) -> list[Row]:
     """Return the reference pairs of a process: launch, memory and compute; `twin` times as slow."""
-    second = replace(DENSE, baseline=False, twin=True)
     kinds = [(1, 5.0, "memory", 2**13), (2, 100.0, "memory", 2**29), (3, 200.0, "compute", 2**25)]
     rows = []
     for m, us, bound, size in kinds:
         of, facts = problem(m, seed=9), {"bound_by": bound, "reference": True, "dense_bytes": size}
         wobble = np.exp(0.0005 * WOBBLE[process])
         rows += [timed(of, DENSE, us, process, **facts)]
-        rows += [timed(of, second, us * twin * wobble, process, **facts)]
+        rows += [timed(of, TWIN, us * twin * wobble, process, **facts)]
     return rows
 
 

@@ -1,15 +1,14 @@
 """The section of servers: requests per second, and whether the host decides."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.reports.figures import requests
 from sparsebench.reports.findings import headline
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
+from tests.results.made_up import stored
 
 DENSE = Contender("dense", "serving_transformers", baseline=True)
 SPARSE = Contender("spense", "serving_transformers")
@@ -44,7 +43,7 @@ def measured_run(calls: dict[int, tuple[float, float]]) -> Analysis:
             for contender, part in ((DENSE, 1.0), (SPARSE, 0.8))
             for scope, ms in (("op", call_ms), ("steps", steps_ms), *READINGS.items())
         ]
-    return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured))
+    return analyse(stored(measured))
 
 
 def drawn(calls: dict[int, tuple[float, float]]) -> str:
@@ -83,5 +82,5 @@ def test_the_page_says_where_the_host_decides() -> None:
 
 
 def test_another_run_has_no_such_section() -> None:
-    run = StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, [])
+    run = stored([])
     assert requests.draw(analyse(run)) == ""

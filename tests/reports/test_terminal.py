@@ -21,13 +21,9 @@ from sparsebench.results.record import UNPRUNED, Case, Contender, Problem, Row, 
 from sparsebench.results.run.store import StoredRun, read
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import by_default
+from tests.results.made_up import BSR, DENSE, TWIN, WOBBLE, stored
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed, report_of
-
-DENSE = Contender("dense", "cublas", baseline=True)
-TWIN = replace(DENSE, baseline=False, twin=True)
-BSR = Contender("bsr", "bsr_triton")
-NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
 def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> StoredRun:
@@ -36,10 +32,10 @@ def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Stored
     problem = Problem("linear", {**fields, "block": 16})
     rows = [
         Row(Case(problem, c), Status.OK, p, bound_by="memory", samples_us=(us * np.exp(d),))
-        for p, d in enumerate(NOISE[:processes])
+        for p, d in enumerate(WOBBLE[:processes])
         for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, noise * d)]
     ]
-    return StoredRun(Path("one"), {}, "", {}, {"status": "finished", **state}, rows)
+    return stored(rows, **state)
 
 
 def lines(shown: StoredRun, width: int = 160) -> list[str]:
@@ -113,7 +109,7 @@ def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     more = [
         replace(r, case=Case(r.case.problem, other)) for r in result.rows if r.case.contender == BSR
     ]
-    factors = 1.12 * np.exp(3 * np.array(NOISE))
+    factors = 1.12 * np.exp(3 * np.array(WOBBLE))
     slower = [replace(r, samples_us=(factors[r.replicate] * r.samples_us[0],)) for r in more]
     text = text_of(replace(result, rows=[*result.rows, *slower]))
     assert "1.12× [1.11, 1.13] as fast as torch_bsr tuned=True" in text

@@ -27,14 +27,13 @@ from sparsebench.results.comparison.changes import (
 )
 from sparsebench.results.comparison.compare import GAIN, TIME, outcomes, ratio_of_means
 from sparsebench.results.comparison.sides import Side, distinct_names, find, short_name, side
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Problem, Row, Status
 from sparsebench.results.run import bundle
 from sparsebench.results.run.store import StoredRun
+from tests.results.made_up import BSR, DENSE, TWIN, stored
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed
 
-DENSE = Contender("dense", "cublas", baseline=True)
-BSR = Contender("bsr", "bsr_triton")
 LEVELS = (0.5, 0.8, 0.9)
 H200 = PUBLISHED / "nvidia-h200"
 
@@ -56,16 +55,14 @@ def run(
         problem = Problem("linear", {**fields, "sparsity": level, "block": 16})
         for process in range(processes):
             part = 1 + 0.001 * (process % 3 - 1)
-            twin = replace(DENSE, baseline=False, twin=True)
-            for contender, t in ((DENSE, dense_us), (twin, dense_us), (BSR, us * part)):
+            for contender, t in ((DENSE, dense_us), (TWIN, dense_us), (BSR, us * part)):
                 case, digest = Case(problem, contender), code if contender == BSR else None
                 rows.append(
                     Row(case, Status.OK, process, device=card, bound_us=1.0, samples_us=(t,) * 2,
                         code=digest, telemetry={"sm_mhz": 1980.0})
                 )  # fmt: skip
     facts = {"gpu": {"name": gpu}, "versions": {"torch": "2.0"}, "code_sha256": "1", **environment}
-    state = {"status": "finished", "flags": {"replicates": processes}}
-    return StoredRun(Path(name), {}, "", facts, state, rows)
+    return stored(rows, name, facts, flags={"replicates": processes})
 
 
 @cache

@@ -1,7 +1,6 @@
 """results/comparison/compare.py: two runs, joined by case."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,11 +10,9 @@ from sparsebench.errors import ResultError
 from sparsebench.results.comparison.changes import changes
 from sparsebench.results.comparison.compare import compare as join
 from sparsebench.results.comparison.sides import side
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
-
-DENSE = Contender("dense", "cublas", baseline=True)
-BSR = Contender("bsr", "bsr_triton")
+from tests.results.made_up import BSR, DENSE, TWIN, stored
 
 
 def rows(sparsity: float, dense_us: float, bsr_us: float, digest: str = "d1") -> list[Row]:
@@ -28,14 +25,13 @@ def rows(sparsity: float, dense_us: float, bsr_us: float, digest: str = "d1") ->
 
 def processes(count: int, bsr_us: float) -> list[Row]:
     """Return rows of `count` processes, with an A/A pair, which gives the noise floor."""
-    twin = replace(DENSE, baseline=False, twin=True)
-    pair = [replace(r, case=Case(r.case.problem, twin)) for r in rows(0.9, 10, 10)[:1]]
+    pair = [replace(r, case=Case(r.case.problem, TWIN)) for r in rows(0.9, 10, 10)[:1]]
     every = [*rows(0.9, 10, bsr_us), *pair]
     return [replace(row, replicate=i) for i in range(count) for row in every]
 
 
 def run(gpu: str, rows: list[Row]) -> StoredRun:
-    return StoredRun(Path(gpu), {}, "", {"gpu": {"name": gpu}}, {"status": "finished"}, rows)
+    return stored(rows, gpu, {"gpu": {"name": gpu}})
 
 
 def compare(a: StoredRun, b: StoredRun) -> pd.DataFrame:

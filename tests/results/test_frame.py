@@ -11,8 +11,8 @@ import pytest
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 from sparsebench.results.tables.cases import chose_dense, dense_choice, summary
 from sparsebench.results.tables.frame import fields, frame, to_csv
+from tests.results.made_up import DENSE
 
-DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton", {"block": 16})
 FIELDS: dict[str, Value] = {
     "m": 64,

@@ -1,7 +1,6 @@
 """results/tables/grid.py: which rows beat dense, in which columns, and by how much."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,13 @@ import pytest
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
-from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.grid import EVERY, Finding, View, findings, grid
+from tests.results.made_up import DENSE, WOBBLE, stored
 from tests.tools.paths import PUBLISHED
 
-DENSE = Contender("dense", "cublas", baseline=True)
 OURS, PEER = Contender("bsr", "bsr_wgmma"), Contender("bsr", "torch_bsr")
-WOBBLE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 PLACE: dict[str, Any] = {"m": 16, "n": 4096, "k": 4096, "dtype": "bf16", "pattern": "blocks"}
 HALF = {"pattern": "spense_hidden", "block": 1}
 
@@ -34,7 +31,7 @@ def rows(processes: int, us: list[tuple[Contender, float]], **fields: Any) -> li
 
 
 def analysed(measured: list[Row]) -> Analysis:
-    return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured))
+    return analyse(stored(measured))
 
 
 def view(measured: list[Row]) -> View:

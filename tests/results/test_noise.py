@@ -1,8 +1,6 @@
 """results/tables/noise.py and cases.py: what A/A pairs say, and what follows for every case."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +8,15 @@ import pandas as pd
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import frame
 from sparsebench.results.tables.noise import Noise, classes, floors, pairs
+from tests.results.made_up import DENSE as A
+from tests.results.made_up import TWIN as A_TWIN
+from tests.results.made_up import WOBBLE, stored
 
-A = Contender("dense", "cublas", baseline=True)
-A_TWIN = replace(A, baseline=False, twin=True)
 B = Contender("bsr", "bsr_triton", {"block": 16})
 B_TWIN = replace(B, twin=True)
-NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
 def contest(*us: tuple[Contender, Any], m: int = 64, **changes: Any) -> list[Row]:
@@ -34,11 +31,7 @@ def contest(*us: tuple[Contender, Any], m: int = 64, **changes: Any) -> list[Row
 
 
 def noisy(us: float, scale: float = 1.0) -> list[float]:
-    return [us * float(np.exp(scale * d)) for d in NOISE]
-
-
-def run(rows: list[Row], reference: Sequence[Row] = ()) -> StoredRun:
-    return StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, rows, list(reference))
+    return [us * float(np.exp(scale * d)) for d in WOBBLE]
 
 
 PAIR = contest((A, 100.0), (A_TWIN, noisy(100.0)), m=1, reference=True)
@@ -47,7 +40,7 @@ PAIR = contest((A, 100.0), (A_TWIN, noisy(100.0)), m=1, reference=True)
 def test_a_twin_is_held_against_its_own_original_in_its_own_contest() -> None:
     table = frame(contest((A, 100.0), (B, 50.0), (B_TWIN, noisy(50.0)), (A_TWIN, 100.0)))
     logs = table[table.label == "bsr/bsr_triton (twin)"].aa_log
-    assert list(logs) == pytest.approx([-d for d in NOISE])
+    assert list(logs) == pytest.approx([-d for d in WOBBLE])
     assert (table[table.label == "dense/cublas (twin)"].aa_log == 0).all()
     assert table[~table.twin].aa_log.isna().all()
 
@@ -71,7 +64,7 @@ def test_the_length_of_a_call_is_its_class() -> None:
 
 def test_the_floor_is_the_95th_percentile_of_single_processes() -> None:
     twins = pairs(frame(contest((A, 100.0), (A_TWIN, noisy(100.0, scale=10)))))
-    expected = np.expm1(np.quantile(np.abs(NOISE), 0.95) * 10)
+    expected = np.expm1(np.quantile(np.abs(WOBBLE), 0.95) * 10)
     assert floors(twins) == {"above 100 µs": pytest.approx(expected)}
 
 
@@ -84,7 +77,7 @@ def test_few_pairs_do_not_lower_a_floor_below_what_many_had() -> None:
 
 def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     rows = contest((A, 10.0), (A_TWIN, noisy(10.0, scale=10)))
-    noise = analyse(run(rows, PAIR)).noise
+    noise = analyse(stored(rows, reference=PAIR)).noise
     assert list(noise.floors) == ["8 to 20 µs", "above 100 µs"]
     other = frame(contest((A, 50.0)))
     assert set(noise.floor(other)) == {noise.floors["8 to 20 µs"]}
@@ -98,17 +91,17 @@ def test_the_floor_of_what_is_no_kernel_time_says_what_was_timed() -> None:
 
 def test_a_speed_up_is_as_uncertain_as_its_interval_and_at_least_as_equal_kernels_are() -> None:
     rows = contest((A, 100.0), (B, noisy(50.0, scale=10)), m=2) + contest((A, 100.0), (B, 50.0))
-    wide, narrow = analyse(run(rows, PAIR)).cases.iloc[[1, 3]].itertuples()
+    wide, narrow = analyse(stored(rows, reference=PAIR)).cases.iloc[[1, 3]].itertuples()
     ends = wide.speedup_high - wide.speedup, wide.speedup - wide.speedup_low
     assert wide.uncertainty == pytest.approx(max(ends))
     assert narrow.uncertainty == pytest.approx(2 * 0.013 / np.sqrt(8))  # 50 µs
 
 
 def test_a_run_without_a_pair_has_no_floor_and_its_outcomes_say_so() -> None:
-    cases = analyse(run(contest((A, 100.0), (B, 50.0)))).cases
+    cases = analyse(stored(contest((A, 100.0), (B, 50.0)))).cases
     assert list(cases.outcome) == ["", ""]
     assert cases.floor.isna().all()
-    assert "has no A/A pair" in analyse(run([])).noise.sentence
+    assert "has no A/A pair" in analyse(stored([])).noise.sentence
 
 
 @pytest.mark.parametrize(
@@ -119,7 +112,7 @@ def test_too_many_different_pairs_make_a_run_unreliable(different: int, of: int,
     for number in range(of):
         shifted = 99.0 if number < different else 100.0
         rows += contest((A, 100.0), (A_TWIN, noisy(shifted)), m=number + 1)
-    reliability, reason = analyse(run(rows)).noise.reliability
+    reliability, reason = analyse(stored(rows)).noise.reliability
     assert reliability == word
     assert f"{different} of {of}" in reason
 
@@ -130,7 +123,7 @@ def test_a_reliable_run_with_many_different_pairs_says_how_often_chance_does_tha
         for number, time in enumerate([99.0, 99.0, *[100.0] * 6])
         for row in contest((A, 100.0), (A_TWIN, noisy(time)), m=number + 1)
     ]
-    reliability, reason = analyse(run(rows)).noise.reliability
+    reliability, reason = analyse(stored(rows)).noise.reliability
     assert reliability == "reliable"
     assert "5.7 % of runs" in reason  # 1 - 0.95^8 - 8 x 0.05 x 0.95^7
 
@@ -139,7 +132,7 @@ def test_every_outcome_comes_out_of_a_run() -> None:
     rows = contest((A, 100.0), (B, noisy(50.0)), m=1) + contest((A, 100.0), (B, noisy(200.0)), m=2)
     rows += contest((A, 100.0), (B, noisy(100.0)), m=3)
     rows += contest((A, 100.0), (B, noisy(99.4, scale=4)), m=4)
-    cases = analyse(run(rows, PAIR)).cases
+    cases = analyse(stored(rows, reference=PAIR)).cases
     of_bsr = cases[cases.label == "bsr/bsr_triton"]
     assert list(of_bsr.outcome) == ["faster", "slower", "equal", "not settled"]
     assert list(of_bsr.interval.unique()) == ["95 % interval over 8 processes"]
@@ -152,19 +145,20 @@ def test_every_outcome_comes_out_of_a_run() -> None:
 def test_one_lucky_case_among_many_is_not_called_faster() -> None:
     lucky = [0.012 - d for d in (0.016, 0.002, -0.004, 0.008, 0.011, 0.003, -0.006, 0.0)]
     rows = contest((A, 100.0), (B, [100 * float(np.exp(-d)) for d in lucky]), m=1)
-    alone = analyse(run(rows, PAIR)).cases
+    alone = analyse(stored(rows, reference=PAIR)).cases
     assert alone.outcome[1] == "faster"
     assert 0.0005 < alone.q[1] <= 0.05
     for m in range(2, 52):
         rows += contest((A, 100.0), (B, noisy(100.0)), m=m)
-    among = analyse(run(rows, PAIR)).cases
+    among = analyse(stored(rows, reference=PAIR)).cases
     assert among.q[1] > 0.05
     assert among.outcome[1] == "not settled"
 
 
 def test_five_processes_are_a_look_without_an_outcome_and_of_unknown_reliability() -> None:
     five = [row for row in [*contest((A, 100.0), (B, 50.0)), *PAIR] if row.replicate < 5]
-    analysis = analyse(run([r for r in five if not r.reference], [r for r in five if r.reference]))
+    pair = [r for r in five if r.reference]
+    analysis = analyse(stored([r for r in five if not r.reference], reference=pair))
     line = analysis.cases.iloc[1]
     assert (line.outcome, line.interval) == ("", "range over 5 processes")
     assert np.isnan(line.q)
@@ -172,13 +166,13 @@ def test_five_processes_are_a_look_without_an_outcome_and_of_unknown_reliability
 
 
 def test_a_pair_that_is_apart_by_rounding_is_not_different() -> None:
-    below = [50.0 * (1 + 1e-15 + max(d, 0.0)) for d in NOISE]
+    below = [50.0 * (1 + 1e-15 + max(d, 0.0)) for d in WOBBLE]
     apart = contest((A, 100.0), (B, 50.0), (B_TWIN, below), (A_TWIN, 100.0))
     assert not pairs(frame(apart)).different.any()
 
 
 def test_twins_and_reference_rows_have_no_outcome() -> None:
     rows = contest((A, 100.0), (B, 50.0), (B_TWIN, 49.0), (A_TWIN, 1.0))
-    cases = analyse(run(rows, PAIR)).cases
+    cases = analyse(stored(rows, reference=PAIR)).cases
     assert len(cases) == 4
     assert (cases[cases.twin].outcome == "").all()

@@ -36,13 +36,13 @@ from sparsebench.results.tables.cases import summary
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import frame
 from sparsebench.results.tables.noise import Noise
+from tests.results.made_up import BSR, DENSE
 from tests.simulated.two_cards import World, agreement, campaign
 from tests.tools.paths import PUBLISHED
 
 H200 = PUBLISHED / "nvidia-h200"
 FIELDS = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
 PROBLEM = Problem("linear", {**FIELDS, "block": 16})
-DENSE, BSR = Contender("dense", "cublas", baseline=True), Contender("bsr", "bsr_triton")
 
 
 def rows(gains: Sequence[float], cards: Sequence[str]) -> list[Row]:

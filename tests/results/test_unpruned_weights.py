@@ -19,8 +19,8 @@ from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.contests import is_replaced
 from tests.results.claim_examples import claimed
+from tests.results.made_up import DENSE
 
-DENSE = Contender("dense", "cublas", baseline=True)
 UNPRUNED = replace(DENSE, weights="original")
 BSR = Contender("bsr", "bsr_triton", {"block": 64})
 TIMES_US = (UNPRUNED, 206.0), (DENSE, 180.0), (BSR, 40.0)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sparsebench.formats._selection import Selection
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.attention._call import AttentionCall, Op
 from sparsebench.kernels.attention._shapes import AttentionShape
+from sparsebench.results.record import Problem
 from tests.conftest import INTERPRETED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -172,11 +173,11 @@ def with_more_behind(mask: BlockMask) -> BlockMask:
     return other
 
 
-def moved(x: Any) -> Any:
-    """Return a mask or a tensor on the device of the kernels."""
+def moved(x: Any, device: torch.device = DEVICE) -> Any:
+    """Return a mask or a tensor on the device of the kernels, or another one."""
     if isinstance(x, BlockMask):
-        return replace(x, **{name: moved(array) for name, array in x.arrays().items()})
-    return x.to(DEVICE)
+        return replace(x, **{name: moved(array, device) for name, array in x.arrays().items()})
+    return x.to(device)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -199,6 +200,26 @@ def reference(
     lse = scores.logsumexp(-1)
     p = (scores - lse.clamp(min=-1e30)[..., None]).exp()
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
+
+
+def launch_operands(case: Case, device: torch.device = DEVICE, **fields: Any) -> Operands:
+    """Return what a suite gives to a kernel of op attention."""
+    heads = dict(zip(("heads", "kv_heads"), case.heads, strict=True))
+    sizes = {"m": case.tokens[0], **heads, "head_dim": case.head_dim, "dtype": case.dtype}
+    problem = Problem("attention", {**sizes, "scale": None, **fields})
+    inputs = (moved(flat(x), device) for x in case.operands()[:3])
+    weights: Any = {"mask": moved(case.mask(), device)}
+    return Operands(problem, weights, dict(zip("qkv", inputs, strict=True)), torch.add)
+
+
+def assert_attends(launch: Launch, operands: Operands, case: Case) -> None:
+    """Compare a launch with O in fp64, after its activations were drawn anew."""
+    for x in operands.activations.values():
+        x.copy_(x.flip(0))
+    inputs = zip(operands.activations.values(), case.operands(), strict=False)
+    o, _ = reference(*(x.cpu().double().view(by_head.shape) for x, by_head in inputs), case.mask())
+    output: Any = launch.run()
+    assert (output.double().cpu() - flat(o)).norm() < 4e-3 * o.norm()
 
 
 def rising(operands: list[Tensor]) -> list[Tensor]:

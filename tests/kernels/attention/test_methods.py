@@ -12,17 +12,22 @@ from sparsebench import attention, select_attention
 from sparsebench._discovery import modules
 from sparsebench.errors import SparsebenchError
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import attention_selected
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention.methods import vsa, xattention
 from sparsebench.kernels.attention.methods._method import FOLDER
 from sparsebench.kernels.nn.attention import METHODS
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.compiling.triton_kernels import complaint_about_launch
-from tests.kernels.attention.cases import Case, flat, gradients, moved
+from tests.compiling.triton_kernels import (
+    assert_all_compile,
+    programs_of_templates,
+)
+from tests.kernels.attention.cases import (
+    Case,
+    assert_attends,
+    gradients,
+    launch_operands,
+)
 from tests.kernels.contract import refusal
 from tests.tools.marks import crossed
 
@@ -372,15 +377,9 @@ LAUNCHES = [
 def test_a_launch_with_a_method_attends_to_the_mask(
     selects: str, settings: Any, case: Case
 ) -> None:
-    mask, inputs = case.mask(), case.operands()
-    fields = {"m": case.tokens[0], "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None}
-    activations = dict(zip("qkv", map(flat, inputs), strict=False))
-    problem = Problem("attention", {**fields, "dtype": "fp16"})
-    operands = Operands(problem, {"mask": moved(mask)}, activations, torch.add)
+    operands = launch_operands(case)
     launch = attention_selected.prepare(operands, selects=selects, settings=settings)
-    o, *_ = gradients(inputs, mask)
-    output: Any = launch.run()
-    assert (output.double() - flat(o)).norm() < 4e-3 * o.norm()
+    assert_attends(launch, operands, case)
     with pytest.raises(SparsebenchError, match="expected a part or a method, found 'vsb'"):
         attention_selected.prepare(operands, selects="vsb")
     for wrong in ("stride", "stride=x", "strode=4"):
@@ -391,8 +390,7 @@ def test_a_launch_with_a_method_attends_to_the_mask(
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_xattention(capability, monkeypatch) -> None:
-    programs: list[BoundKernel] = []
-    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    programs = programs_of_templates(monkeypatch)
     for d, dtype, block, stride in (
         (128, torch.bfloat16, 128, 16),
         (96, torch.float16, 72, 8),
@@ -403,9 +401,7 @@ def test_every_generation_compiles_xattention(capability, monkeypatch) -> None:
         sizes = dtype, torch.device("cpu"), block, stride, True, 0.25
         xattention._launch.__wrapped__(*of, *sizes)
     assert len(programs) == 4
-    for program in (*programs, *(one.before for one in programs if one.before)):
-        complaint = complaint_about_launch(program, capability)
-        assert complaint is None, (program.kernel.__name__, complaint)
+    assert_all_compile(programs, capability)
 
 
 BF16: Any = {"device": "cuda", "dtype": torch.bfloat16}

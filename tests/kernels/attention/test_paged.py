@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsebench import decode_attention, summarize_pages
-from sparsebench.kernels._common.triton import Template
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     _page_scores,
     _paged,
@@ -22,10 +20,17 @@ from sparsebench.kernels.attention._page_scores import scores_of, select_pages
 from sparsebench.kernels.attention._paged import Config, PagedShape, attend, config_of
 from sparsebench.kernels.attention._paged import _launch as launch_of_attention
 from sparsebench.kernels.attention._summaries import _launch as launch_of_summaries
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import ampere, hopper
-from tests.compiling.triton_kernels import complaint_about_launch
-from tests.kernels.attention.cases import DEVICE, Case, flat, gradients, moved
+from tests.compiling.triton_kernels import (
+    assert_all_compile,
+    programs_of_templates,
+)
+from tests.kernels.attention.cases import (
+    DEVICE,
+    Case,
+    assert_attends,
+    launch_operands,
+)
 from tests.kernels.attention.page_cases import BOUNDS, MEANS, assert_right, cache, places_of
 from tests.kernels.contract import refusal
 
@@ -271,31 +276,18 @@ def test_a_cpu_computes_the_same_in_torch(check: Callable[[], None]) -> None:
 def test_a_launch_of_a_suite_attends_to_the_mask(selects: Any) -> None:
     case = Case((1, 128), (1, 16), (4, 2), batch=2, lists=2, causal=True, head_dim=32)
     case = case._replace(density=1) if selects is None else case
-    mask, inputs = case.mask(), case.operands()
-    fields = {"m": 1, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
-    fields |= {"context": 128, "batch": 2, "block": [1, 16]}
-    activations = dict(zip("qkv", (moved(flat(x)) for x in inputs), strict=False))
-    operands = Operands(Problem("attention", fields), {"mask": moved(mask)}, activations, torch.add)
+    operands = launch_operands(case, context=128, batch=2, block=[1, 16])
     if selects is None:
         launch = attention_paged.KERNEL.prepare(operands)
     else:
         launch = attention_decode.KERNEL.prepare(operands, selects=selects)
-    for x in activations.values():
-        x.copy_(x.flip(0))  # drawn anew
-    again = [
-        x.view(2, -1, *y.shape[2:]).cpu()
-        for x, y in zip(activations.values(), inputs, strict=False)
-    ]
-    o, *_ = gradients([*again, inputs[3]], mask)
-    output: Any = launch.run()
-    assert (output.double().cpu() - flat(o)).norm() < 4e-3 * o.norm()
+    assert_attends(launch, operands, case)
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_what_decodes(capability, monkeypatch) -> None:
-    programs: list[Any] = []
-    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    programs = programs_of_templates(monkeypatch)
     for module in (_paged, _page_scores):
         monkeypatch.setattr(module, "starts_early", lambda device: capability >= 90)
     cpu = torch.device("cpu")
@@ -315,9 +307,7 @@ def test_every_generation_compiles_what_decodes(capability, monkeypatch) -> None
             config = config_of(shape, 32)._replace(splits=splits)
             launch_of_attention.__wrapped__(shape, 32, listed, 0.1, config)
     assert len(programs) == 19
-    for program in programs:
-        complaint = complaint_about_launch(program, capability)
-        assert complaint is None, (program.kernel.__name__, complaint)
+    assert_all_compile(programs, capability)
 
 
 GPU: Any = {"page": 64, "heads": (32, 8), "d": 128, "dtype": "bf16", "capacity": 40}

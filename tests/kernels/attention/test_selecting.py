@@ -25,9 +25,11 @@ from tests.kernels.attention.cases import (
     BF16,
     SELECTIONS,
     Case,
+    assert_attends,
     check_against_fp64,
     flat,
     gradients,
+    launch_operands,
     moved,
     scores_of,
     selection_mask,
@@ -123,19 +125,9 @@ def test_what_pools_and_selects_gets_addresses_at_multiples_of_16(monkeypatch) -
 @pytest.mark.parametrize("lists", [1, 2])
 def test_a_launch_that_selects_attends_to_the_mask(selects: Any, lists: int) -> None:
     case = Case((60, 90), 32, (4, 2), batch=2, lists=lists, causal=True, head_dim=32)
-    mask, inputs = case.mask(), case.operands()
-    fields = {"m": 60, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
-    activations = dict(zip("qkv", map(flat, inputs), strict=False))
-    weights: Any = {"mask": moved(mask)}
-    operands = Operands(Problem("attention", fields), weights, activations, torch.add)
+    operands = launch_operands(case)
     launch = attention_selected.prepare(operands, selects=selects)
-    for x in activations.values():
-        x.copy_(x.flip(0))  # drawn anew
-    sizes = [x.shape[2:] for x in inputs]
-    again = [x.view(2, -1, *size) for x, size in zip(activations.values(), sizes, strict=False)]
-    o, *_ = gradients([*again, inputs[3]], mask)
-    output: Any = launch.run()
-    assert (output.double() - flat(o)).norm() < 4e-3 * o.norm()
+    assert_attends(launch, operands, case)
     assert launch.choice["selects"] == selects
 
 

@@ -13,7 +13,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._selection import Selection, select_in_torch
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Operator
-from sparsebench.kernels._common.triton import BoundKernel, Template
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.attention import (
     _shared_plans,
     attention_triton,
@@ -22,13 +22,17 @@ from sparsebench.kernels.attention import (
 from sparsebench.kernels.attention._call import operator_of
 from sparsebench.kernels.attention._selecting import _means_launch, _select_launch
 from sparsebench.kernels.attention._shared_plans import (
+    SharedPlans,
     Sizes,
     make_shared_plans,
     shared_plans_of,
 )
 from sparsebench.kernels.nn.attention import attention_of_elements
 from tests.compiling.nvcc import hopper
-from tests.compiling.triton_kernels import complaint_about_launch
+from tests.compiling.triton_kernels import (
+    assert_all_compile,
+    programs_of_templates,
+)
 from tests.kernels.attention.cases import (
     BF16,
     SELECTIONS,
@@ -45,8 +49,7 @@ from tests.kernels.attention.cases import (
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None:
-    programs: list[BoundKernel] = []
-    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    programs = programs_of_templates(monkeypatch)
     mask = selection_mask(Case((4096, 4096), 64, (8, 8), causal=True), 0)
     for has_bits in (False, True):
         make_shared_plans(Sizes.of(mask)._replace(has_bits=has_bits), in_triton)
@@ -60,9 +63,7 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
         _means_launch.__wrapped__(*shape, device, 64, 1, of_means)
     assert len(programs) == 18
-    for program in (*programs, *(one.before for one in programs if one.before)):
-        complaint = complaint_about_launch(program, capability)
-        assert complaint is None, (program.kernel.__name__, complaint)
+    assert_all_compile(programs, capability)
 
 
 LISTED = [  # elements, block: every kind of block, one list for all rows of a mask, views
@@ -140,28 +141,40 @@ def test_plans_that_were_not_used_make_room(monkeypatch) -> None:
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
 def test_a_plan_of_elements_computes_every_mask_of_its_sizes(op: Any) -> None:
     case = Case((45, 90), 16, (4, 2), batch=2, lists=2, head_dim=32, dtype="fp32")
-    inputs, call, shape = case.operands(), case.call(op), (2, 2, 45, 90)
+    shape, backward = (2, 2, 45, 90), op == "attention_backward"
     plans = make_shared_plans(Sizes.of_elements(torch.empty(shape).bool(), (16, 16)), in_triton)
-    backward = op == "attention_backward"
-    engine = plans.operator.engines[backward]
-    product = next(engine.candidates(plans.operator.weight(call), call)).plan()
+    product = product_of(plans, case, op)
     for seed in range(2):
         elements = elements_of(shape, 16, torch.bool, seed)
-        o, lse, gradient = gradients(inputs, BlockMask.from_elements(elements, 16))
-        q, k, v, do = (flat(x) for x in inputs)
-        rest = flat(o.to(q.dtype)), lse.flatten(0, 1).float(), do
         plans.load(elements, transposed=backward, stamp=seed)
-        results: Any = product.run(q, k, v, *(rest if backward else ()))
-        for actual, wanted in zip(results, gradient if backward else (o,), strict=False):
-            assert (
-                actual.double() - flat(wanted).reshape(actual.shape)
-            ).norm() < 2e-5 * wanted.norm()
+        result = require_right(product, case, op, BlockMask.from_elements(elements, 16))
         plans.load(torch.zeros_like(elements), transposed=False, stamp=seed)  # is not listed
-        assert torch.equal(product.run(q, k, v, *(rest if backward else ()))[0], results[0])
+        again = require_right(product, case, op, BlockMask.from_elements(elements, 16))
+        assert torch.equal(again, result)
 
 
 def in_triton(mask: BlockMask) -> Operator:
     return operator_of(mask, (attention_triton.KERNEL, attention_triton_backward.KERNEL))
+
+
+def product_of(plans: SharedPlans, case: Case, op: Any) -> Product:
+    """Return the product of the likeliest configuration."""
+    engine, call = plans.operator.engines[op == "attention_backward"], case.call(op)
+    return next(engine.candidates(plans.operator.weight(call), call)).plan()
+
+
+def require_right(product: Product, case: Case, op: Any, mask: BlockMask) -> Tensor:
+    """Compare what a product computes of a case with fp64; return its first result."""
+    inputs = case.operands()
+    o, lse, gradient = gradients(inputs, mask)
+    q, k, v, do = (moved(flat(x)) for x in inputs)
+    of_backward = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
+    rest, expected = ((), (o,)) if op == "attention" else (of_backward, gradient)
+    results: Any = product.run(q, k, v, *rest)
+    for actual, right in zip(results, expected, strict=False):
+        error = (actual.double().cpu() - flat(right).reshape(actual.shape)).norm()
+        assert error < (8e-3 if case.dtype == "fp16" else 2e-5) * right.norm()
+    return results[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -200,50 +213,30 @@ CASES = [
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_computes_every_mask_of_its_sizes(case: Case, op: Any) -> None:
-    plans, call, inputs = (
-        make_shared_plans(Sizes.of(moved(selection_mask(case, 0))), in_triton),
-        case.call(op),
-        case.operands(),
-    )
-    backward = op == "attention_backward"
-    engine = plans.operator.engines[backward]
-    product = next(engine.candidates(plans.operator.weight(call), call)).plan()
+    plans = make_shared_plans(Sizes.of(moved(selection_mask(case, 0))), in_triton)
+    product = product_of(plans, case, op)
     for seed in range(2):
         mask = selection_mask(case, seed)
-        o, lse, gradient = gradients(inputs, mask)
-        q, k, v, do = (moved(flat(x)) for x in inputs)
-        rest = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
-        plans.load(moved(mask.columns), transposed=backward)
-        results: Any = product.run(q, k, v, *(rest if backward else ()))
-        for actual, right in zip(results, gradient if backward else (o,), strict=False):
-            error = (actual.double().cpu() - flat(right).reshape(actual.shape)).norm()
-            assert error < (8e-3 if case.dtype == "fp16" else 2e-5) * right.norm()
+        plans.load(moved(mask.columns), transposed=op == "attention_backward")
+        require_right(product, case, op, mask)
 
 
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
 def test_a_plan_leaves_out_the_keys_that_its_mask_does(op: Any) -> None:
     case = Case((45, 90), (16, 32), (4, 2), batch=2, lists=2, head_dim=32, dtype="fp32")
-    inputs, call, plans, product = case.operands(), case.call(op), None, None
-    backward = op == "attention_backward"
+    masks = []
     for seed in range(2):
         keys = torch.rand(90, generator=torch.Generator().manual_seed(seed)) < 0.7
         keys[32:64] = True  # a whole block
-        mask = moved(selection_mask(case, seed, keys))
-        if plans is None:
-            plans = make_shared_plans(Sizes.of(mask), in_triton)
-            engine = plans.operator.engines[backward]
-            product = next(engine.candidates(plans.operator.weight(call), call)).plan()
-        o, lse, gradient = gradients(inputs, mask)
-        compact = mask.compact()
-        assert all(map(torch.equal, gradients(inputs, compact)[2], gradient))
-        q, k, v, do = (moved(flat(x)) for x in inputs)
-        rest = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
-        plans.load(mask.columns, transposed=backward, bits=mask.bits)
-        results: Any = product.run(q, k, v, *(rest if backward else ()))  # type: ignore[union-attr]
-        for actual, right in zip(results, gradient if backward else (o,), strict=False):
-            error = (actual.double().cpu() - flat(right).reshape(actual.shape)).norm()
-            assert error < 2e-5 * right.norm()
+        masks.append(moved(selection_mask(case, seed, keys)))
+    plans = make_shared_plans(Sizes.of(masks[0]), in_triton)
+    product = product_of(plans, case, op)
+    for mask in masks:
+        both = (gradients(case.operands(), each)[2] for each in (mask, mask.compact()))
+        assert all(map(torch.equal, *both))
+        plans.load(mask.columns, transposed=op == "attention_backward", bits=mask.bits)
+        require_right(product, case, op, mask)
 
 
 ELEMENTS = [  # lists, head dimension, block

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._selection import Selection
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
     _gated_sum,
     _gathered_tiles,
@@ -27,11 +26,14 @@ from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gath
 from sparsebench.kernels.attention._moba import score_blocks
 from sparsebench.kernels.attention._nsa import compress
 from sparsebench.kernels.attention._selecting import _select_launch
-from sparsebench.results.record import Problem
-from tests.compiling.triton_kernels import complaint_about_launch
+from tests.compiling.triton_kernels import (
+    complaint_about_launch,
+    programs_of_templates,
+)
 from tests.kernels.attention.cases import (
     Case,
-    flat,
+    assert_attends,
+    launch_operands,
     moved,
     random_mask,
     with_more_behind,
@@ -41,7 +43,6 @@ from tests.kernels.attention.token_cases import (
     TokenCase,
     moba_of,
     nsa_of,
-    softmax_over,
     visible_blocks,
 )
 
@@ -134,14 +135,9 @@ def test_nsa_scores_blocks_by_its_compressed_branch(case: TokenCase, biased: boo
     actual, scores = compress(
         *map(moved, (q, k, v)), case.block, 0.3, None if bias is None else moved(bias)
     )
-    close = (
-        {"atol": 2e-3, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
-    )
-    torch.testing.assert_close(actual.cpu().double(), o, **close)
-    right = right if bias is None else right + bias
-    torch.testing.assert_close(
-        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
-    )
+    bound = 2e-3 if q.dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(actual.cpu().double(), o, atol=bound, rtol=bound)
+    require_scores(scores, right, bias, case, atol=2e-3)
 
 
 @pytest.mark.interpreted
@@ -152,13 +148,17 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
     right = moba_of(q, k, case.block)
     bias = torch.randn(right.shape) if biased else None
     scores = score_blocks(*map(moved, (q, k)), case.block, None if bias is None else moved(bias))
-    close = (
-        {"atol": 1e-2, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
-    )
+    require_scores(scores, right, bias, case, atol=1e-2)
+
+
+def require_scores(
+    scores: Tensor, right: Tensor, bias: Tensor | None, case: TokenCase, atol: float
+) -> None:
+    """Compare the scores of visible blocks with those in fp64; `atol` is that of fp16."""
+    half, seen = case.dtype == torch.float16, visible_blocks(case)
+    close = {"atol": atol, "rtol": 2e-3} if half else {"atol": 1e-5, "rtol": 1e-5}
     right = right if bias is None else right + bias
-    torch.testing.assert_close(
-        scores.cpu().double()[..., visible_blocks(case)], right[..., visible_blocks(case)], **close
-    )
+    torch.testing.assert_close(scores.cpu().double()[..., seen], right[..., seen], **close)
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -166,20 +166,8 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
 def test_a_launch_that_selects_for_each_query_attends_to_the_mask(selects: Any) -> None:
     lists = {"nsa": 2, "moba": 4}.get(selects, 1)
     case = Case((70, 70), (1, 16), (4, 2), batch=2, lists=lists, causal=True, head_dim=32)
-    mask, inputs = case.mask(), case.operands()
-    fields = {"m": 70, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
-    problem = Problem("attention", fields | {"block": [1, 16]})
-    activations = dict(zip("qkv", map(flat, inputs), strict=False))
-    weights: Any = {"mask": moved(mask)}
-    launch = attention_selected.prepare(
-        Operands(problem, weights, activations, torch.add), selects=selects
-    )
-    for x in activations.values():
-        x.copy_(x.flip(0))  # drawn anew
-    again = [x.view(2, 70, -1, 32).double() for x in activations.values()]
-    right = softmax_over(*again, mask.expand(4), 32**-0.5)
-    output: Any = launch.run()
-    assert (output.double() - flat(right)).norm() < 4e-3 * right.norm()
+    operands = launch_operands(case, block=[1, 16])
+    assert_attends(attention_selected.prepare(operands, selects=selects), operands, case)
 
 
 def test_ways_to_select_need_their_lists() -> None:
@@ -189,10 +177,7 @@ def test_ways_to_select_need_their_lists() -> None:
         ("nsa", 2, 1, False, "expected a causal mask"),
     ):
         case = Case((70, 70), (block, 16), (4, 2), lists=lists, causal=causal, head_dim=32)
-        fields = {"m": 70, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None}
-        problem = Problem("attention", fields | {"block": [block, 16], "dtype": "fp16"})
-        activations = dict(zip("qkv", map(flat, case.operands()), strict=False))
-        operands = Operands(problem, {"mask": case.mask()}, activations, torch.add)
+        operands = launch_operands(case, block=[block, 16])
         with pytest.raises(Unsupported, match=reason):
             attention_selected.prepare(operands, selects=selects)
 
@@ -209,8 +194,7 @@ def test_more_places_than_int32_can_number_are_refused(monkeypatch) -> None:
 @pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_what_serves_lists_of_queries(capability, monkeypatch) -> None:
-    programs: list[BoundKernel] = []
-    monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
+    programs = programs_of_templates(monkeypatch)
     path = "tma" if capability >= 90 else "pointers"
     monkeypatch.setattr(attention_triton, "choose_path", lambda reason, device: path)
     for block, lists in (((1, 64), 8), ((1, 512), 32)):

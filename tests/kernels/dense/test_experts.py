@@ -10,8 +10,8 @@ from torch.nn.functional import silu
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._kernel import Operands
 from tests.kernels.layers import assert_right, operands_for, problem_of
+from tests.tools.devices import CPU
 
-CPU = torch.device("cpu")
 SIZES = {"m": 9, "n": 48, "k": 40, "experts": 4, "top_k": 2, "dtype": "bf16"}
 
 

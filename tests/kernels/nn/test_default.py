@@ -1,6 +1,5 @@
 """What users get, as suites measure it: layers on a CPU, and on a GPU also steps of a model."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,8 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import experts_decoder_grouped
 from sparsebench.kernels.nn import default
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
-from tests.kernels.attention.cases import Case, flat, gradients
+from tests.kernels.attention.cases import Case, assert_attends, launch_operands
 from tests.kernels.contract import refusal
 from tests.kernels.layers import assert_right, assert_right_twice, operands_for, problem_of
 
@@ -144,13 +142,7 @@ def test_a_step_of_a_mixture_is_right_on_hopper(kind: str, m: int) -> None:
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=[pytest.mark.gpu])])
 def test_attention_is_called_as_users_call_it(device: torch.device) -> None:
     case = Case((60, 90), 32, (4, 2), batch=2, lists=2, causal=True, head_dim=32)
-    mask, inputs = case.mask(), case.operands()
-    fields = {"m": 60, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
-    a = {name: flat(x).to(device) for name, x in zip("qkv", inputs, strict=False)}
-    arrays = {name: array.to(device) for name, array in mask.arrays().items()}
-    weights: Any = {"mask": replace(mask, **arrays)}
-    launch = default.prepare(Operands(Problem("attention", fields), weights, a, torch.add))
-    o, *_ = gradients(inputs, mask)
+    operands = launch_operands(case, device)
+    launch = default.prepare(operands)
     for _ in range(3):
-        output: Any = launch.run()
-        assert (output.double().cpu() - flat(o)).norm() < 4e-3 * o.norm()
+        assert_attends(launch, operands, case)

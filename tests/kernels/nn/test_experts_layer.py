@@ -1,6 +1,7 @@
 """The experts of a mixture as a layer: results, bad input, graphs, and what a state dict holds."""
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def weights_of(kind: str, e: int = E, h: int = H, i: int = UNITS) -> tuple[Tensor, Tensor]:
     """Return gate_up [e, 2 i, h] and down [e, h, i] in bf16, pruned for a kind."""
     random = torch.Generator().manual_seed(0)

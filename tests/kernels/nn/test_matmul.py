@@ -18,7 +18,6 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
-from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr._launch import Packing
 from sparsebench.kernels.nn import _dense_copy, _frozen_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -136,10 +135,10 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
     assert torch.equal(sparsebench.matmul(x, pickle.loads(pickle.dumps(w))), y)
 
 
-@pytest.mark.parametrize("tokens", [0, 8])
-def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
-    config = _dense_copy.DenseConfig(tokens)
-    assert run_engine(_dense_copy.OF_BITMAP, Example(7, N, K, 0.5), torch.float32, configs=[config])
+@pytest.mark.parametrize(("engine", "tokens"), [("BITMAP", 0), ("BITMAP", 8), ("CSR", 0)])
+def test_a_dense_copy_is_exact_also_for_padded_tokens(engine: str, tokens: int) -> None:
+    copied, config = getattr(_dense_copy, f"OF_{engine}"), _dense_copy.DenseConfig(tokens)
+    assert run_engine(copied, Example(7, N, K, 0.5), torch.float32, configs=[config])
 
 
 @pytest.mark.parametrize(
@@ -156,14 +155,6 @@ def test_csr_takes_a_dense_copy_unless_it_is_much_larger(rows, nonzeros, dtype, 
     offsets = torch.full((rows + 1,), nonzeros, dtype=torch.int32)
     w = Csr((rows, K), offsets, columns, values)
     assert [engine.name for engine in _frozen_op._of_csr(w)] == names
-
-
-@pytest.mark.parametrize("kind", [Csr, Bitmap])
-def test_a_dense_copy_is_exact(kind: Any) -> None:
-    w = kind.from_dense(weight())
-    run = _dense_copy.plan_dense(w, UnstructuredCall("linear", 8), _dense_copy.DenseConfig()).run
-    x = torch.randint(-2, 3, (7, K)).float()
-    assert torch.equal(run(x), x @ w.to_dense().T)
 
 
 @pytest.mark.parametrize("name", ["values", "columns", "offsets"])

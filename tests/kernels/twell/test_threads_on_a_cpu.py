@@ -21,10 +21,10 @@ from sparsebench.kernels.twell._call import TwellCall
 from sparsebench.kernels.twell._twell_gate import CAPACITY, TILE
 from tests.emulation.cuda_on_cpu import entry_point, library_of, ring
 from tests.kernels.twell.examples import assert_right, drawn
+from tests.tools.devices import CPU
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
-CPU = torch.device("cpu")
 CALLS = {
     "ffn_few": """multiply_few(at<const char*>(0), at<const char*>(1), at<const char*>(2),
       at<const char*>(3), at<u16*>(4), at<u16*>(5), at<u64*>(6), at<int*>(7), at<int>(8))""",

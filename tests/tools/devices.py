@@ -1,0 +1,5 @@
+"""The devices of tests."""
+
+import torch
+
+CPU = torch.device("cpu")
