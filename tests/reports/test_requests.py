@@ -20,7 +20,7 @@ FIELDS: dict[str, Any] = {
 READINGS = {"first_token": 30.0, "per_token": 5.0, "cold": 400.0}  # ms of a dense server
 
 
-def measured_run(calls: dict[int, tuple[float, float]]) -> Analysis:
+def measured_run(calls: dict[int, tuple[float, float]], **choice: str) -> Analysis:
     """Return a run of servers: by requests at once, ms of a dense call and of its steps.
 
     The sparse server takes 0.8 of all times.
@@ -38,6 +38,7 @@ def measured_run(calls: dict[int, tuple[float, float]]) -> Analysis:
                 scope=scope,
                 clock="events",
                 samples_us=(1e3 * ms * part * (1 + process / 1000),),
+                choice=choice,
             )
             for process in range(8)
             for contender, part in ((DENSE, 1.0), (SPARSE, 0.8))
@@ -65,6 +66,11 @@ def test_the_headline_has_the_requests_per_second_of_both_servers_with_intervals
     sparse, dense = re.findall(r"[\d.]+ \[[\d.]+, [\d.]+\]", rates)
     assert sparse.startswith("99.7 [")  # 16 requests in 0.8 of 200 ms
     assert dense.startswith("79.7 [")
+
+
+def test_the_headline_of_servers_names_their_attention() -> None:
+    rest = headline(measured_run({8: (200.0, 180.0)}, attention="sdpa"))["rest"]
+    assert re.search(r"requests per second: [^;]*\], both with sdpa; ", rest)
 
 
 def test_every_number_of_a_server_has_an_interval() -> None:
