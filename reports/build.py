@@ -137,10 +137,11 @@ def _evidence(analysis: Analysis) -> dict[str, Any]:
         return {}
     case = finding.pop("case")
     once = timed.drop_duplicates("case_id")
-    different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
+    known = pairs.different.dropna()
+    of_pairs = amount(len(pairs), "A/A pair")
     counts = [
         brackets(timed.gain_interval[timed.case_id == case]),
-        f"{different} of {amount(len(pairs), 'A/A pair')} differ",
+        f"{int(known.sum())} of {of_pairs} differ" if len(known) else f"{of_pairs}, not judged",
     ]
     if on_gpu(run.environment):  # nothing records what slows a CPU
         limited = int((once["mark"].fillna("") != "").sum())

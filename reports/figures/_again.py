@@ -60,7 +60,8 @@ def try_command(case: Mapping[Any, Any], names: Sequence[str]) -> str:
         kernel = kernel if chosen == "dense" else chosen
     elif kernel not in package_names("kernels") and ":" not in kernel:
         kernel = "default"  # removed, or of another distribution; the layers choose another
-    stored = [f"format={form}"] * (kernel == "default")
+    several = kernel == "default" or _has_value(case.get("layers"))  # kernels of models, too
+    stored = [f"format={form}"] * several
     named = _words(case, ["op", *names])
     options = [word for word in options if "=" in word and word not in named]
     return " ".join(["sparsebench try", kernel, *stored, *named, *options])

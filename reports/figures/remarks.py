@@ -41,9 +41,13 @@ def draw(analysis: Analysis) -> Markup:
 
 
 def _costs(timed: pd.DataFrame) -> Iterator[str]:
-    """Yield a text for each format: its bytes, its conversion, and when that is paid back."""
+    """Yield a text for each format: its bytes, its conversion, and when that is paid back.
+
+    Models are left out: their rows have the conversion of one layer.
+    """
     if timed.empty:
         return
+    timed = timed[timed.layers.isna()] if "layers" in timed else timed
     for name, cases in timed[timed.side != "dense"].groupby("format", sort=False):
         share = cases.bytes_of_dense.dropna()
         ends = "–".join(dict.fromkeys(significant(end) for end in (share.min(), share.max())))

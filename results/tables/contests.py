@@ -46,7 +46,8 @@ SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
 PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
 SELECTED = "selected "  # blocks of a call that selects them, which does more than the others
-HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
+HALF, IS_HALF = "half 2:4", " dense_fraction=0.5"  # half of each weight is 2:4, half is dense
+STORED = "kind", "tile", "block", "pattern"
 
 
 def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
@@ -142,8 +143,8 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             for text, model in zip(shape, models, strict=True)
         ]
     row = [
-        SELECTED * selects(choice) + stored_name(*map(str, names))
-        for choice, *names in timed[["choice", "kind", "tile", "block", "pattern"]].to_numpy()
+        SELECTED * selects(choice) + (HALF if IS_HALF in label else stored_name(*map(str, names)))
+        for choice, label, *names in timed[["choice", "label", *STORED]].to_numpy()
     ]
     lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
     return with_objects(lines)

@@ -69,8 +69,9 @@ LATE, HOST_LATE = 1.3, "host late"
 MARKS = {
     "power-limited": "In at least one process, NVML counted that the power limit lowered the SM "
     f"clock for more than {100 * POWER_LIMITED:g} % of the time of the contest, checks included. "
-    "The counter does not say by how much (the SM clock shows that), and the power in W is a mean "
-    "over the same time, pauses included, so it can be far below the limit.",
+    "The counter does not say by how much. The SM clock is the median while the GPU ran, and rows "
+    "also have the lowest (`sm_mhz_min`). The power in W is a mean over the same time, pauses "
+    "included, so it can be far below the limit.",
     "thermal": "In at least one process, NVML counted that heat lowered the SM clock.",
     "hardware slowdown": "In at least one process, NVML counted that the hardware itself lowered "
     "the clocks, because of heat or its power brake.",
@@ -251,7 +252,7 @@ def _case_facts(case: Case, sources: Mapping[str, str]) -> dict[str, Any]:
 def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
     """Return the measured columns; `of_samples` are the quantiles SHARES_OF_SAMPLES."""
     least, low, q1, median, q3 = of_samples
-    late = _late_share(row, low, median)
+    late, op = _late_share(row, low, median), row.case.problem.op  # serving: bytes of one layer
     bound_us, bound_by = (row.bound_us, row.bound_by) if row.clock != "host" else (None, None)
     share = _ratio(bound_us, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
@@ -263,7 +264,7 @@ def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
         "values": _values(row.values),
         "samples": len(row.samples_us),
         "sparsity_achieved": row.sparsity,
-        "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
+        "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes) if op != "serving" else None,
         "median_us": median,
         "q1_us": q1,
         "q3_us": q3,

@@ -44,6 +44,10 @@ TEXTS = {  # values with other names on pages
     "spense_rows": "half 2:4",
     "spense_hidden": "half 2:4",
     "spense_columns": "half 2:4 by columns",
+    "holes": "half of the experts without tokens",
+    "measured": "routing as uneven as DeepSeek-V3's",
+    "skewed": "routing of one domain",
+    "uniform": "uniform routing",
     "top_k_blocks": "the k best blocks of keys",
     "heads": "a list for each head",
     "kv_heads": "a list for each KV head",
@@ -255,4 +259,5 @@ def words(case: Any) -> set[str]:
     texts |= {f"{sides[0]} × {sides[1]} blocks", f"{fields.get('n')} × {fields.get('k')}"}
     texts |= {"causal" if fields.get("causal") else "not causal"}
     texts |= {f"values of {fields.get('weight_bits')} bits"}
+    texts |= {"all tokens to the same experts"} if fields.get("routing") == "one" else set()
     return texts | {f"head size {fields.get('head_dim')}", MODELS.get(fields.get("hidden"), "")}

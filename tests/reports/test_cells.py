@@ -147,6 +147,18 @@ def test_every_trial_is_a_command_that_try_accepts(every: Sequence[cells.CellRec
         assert try_kernel.plan(kernel, words, torch.device("cuda")).contenders
 
 
+def test_a_trial_of_a_model_names_the_format_of_its_cell(every: Sequence[cells.CellRecord]) -> None:
+    """Kernels of models run several formats; the first of them is not that of each cell."""
+    rows = {"2:4": "spense", "half 2:4": "spense", "blocks of 64": "bsr"}
+    trials = [
+        (rows[cell["row"]], cell["commands"][-1].split())
+        for cell in every
+        if " serving_transformers " in cell["commands"][-1] and cell["row"] in rows
+    ]
+    assert {stored for stored, _ in trials} == {"spense", "bsr"}
+    assert all(f"format={stored}" in words for stored, words in trials)
+
+
 def test_no_text_of_a_cell_can_end_the_script() -> None:
     script = cells.script([{"head": "</script><b>"}])
     assert "<" not in script

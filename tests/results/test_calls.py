@@ -1,26 +1,35 @@
-"""Calls from Python beside their device time: which cases count, and what the sentence says."""
+"""Calls from Python beside their device time: the problem that is shown, and the sentence."""
 
 import pandas as pd
 
 from sparsebench.results.tables.calls import sentence
 
-COLUMNS = ["case_id", "name", "scope", "cache", "median_us"]
+COLUMNS = ["problem_id", "case_id", "name", "scope", "cache", "median_us"]
+PROBLEM = {"op": "linear", "source": "", "m": 1, "format": "bsr", "level": 0.9}
+Line = tuple[str, str, str, str, str, float]
 
 
-def test_the_shortest_call_of_each_kernel_has_both_times() -> None:
+def cases(lines: list[Line]) -> pd.DataFrame:
+    table = pd.DataFrame(lines, columns=COLUMNS).assign(**PROBLEM)
+    return table[[*PROBLEM, *COLUMNS]]  # `fields` are those between two columns
+
+
+def test_the_problem_of_the_shortest_call_has_both_times_of_each_contender() -> None:
     lines = [
-        ("a", "slow", "kernel", "cold", 6.0),
-        ("a", "slow", "op", "cold", 50.0),
-        ("b", "fast", "kernel", "cold", 9.0),
-        ("b", "fast", "op", "cold", 12.5),
-        ("c", "fast", "kernel", "cold", 30.0),  # a longer call, of which less is the host's
-        ("c", "fast", "op", "cold", 30.1),
-        ("d", "alone", "kernel", "cold", 1.0),  # never called from Python
+        ("p", "a", "slow", "kernel", "cold", 6.0),
+        ("p", "a", "slow", "op", "cold", 50.0),
+        ("p", "b", "fast", "kernel", "cold", 9.0),
+        ("p", "b", "fast", "op", "cold", 12.5),
+        ("p", "d", "never called", "kernel", "cold", 1.0),
+        ("p", "a", "slow", "kernel", "hot", 5.0),  # a warm cache is not what users have
+        ("p", "a", "slow", "op", "hot", 40.0),
+        ("q", "c", "fast", "kernel", "cold", 30.0),  # another problem, whose calls are longer
+        ("q", "c", "fast", "op", "cold", 11.0),
     ]
-    text = sentence(pd.DataFrame(lines, columns=COLUMNS))
-    assert text.endswith("in brackets): fast 12.5 µs (9.00 µs), slow 50.0 µs (6.00 µs).")
+    text = sentence(cases(lines))
+    assert text.endswith("brackets): fast 12.5 µs (9.00 µs), slow 50.0 µs (6.00 µs); m 1, 90 %.")
 
 
 def test_a_run_of_one_way_to_time_has_no_sentence() -> None:
-    lines = [("a", "fast", "op", "cold", 12.5), ("a", "fast", "kernel", "hot", 9.0)]
-    assert sentence(pd.DataFrame(lines, columns=COLUMNS)) == ""
+    lines = [("p", "a", "fast", "op", "cold", 12.5), ("p", "a", "fast", "kernel", "hot", 9.0)]
+    assert sentence(cases(lines)) == ""
