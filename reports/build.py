@@ -137,11 +137,11 @@ def _evidence(analysis: Analysis) -> dict[str, Any]:
         return {}
     case = finding.pop("case")
     once = timed.drop_duplicates("case_id")
-    known = pairs.different.dropna()
-    of_pairs = amount(len(pairs), "A/A pair")
+    differences = pairs.different.dropna()
+    text = f"{int(differences.sum())} of {{}} differ" if len(differences) else "{}, not judged"
     counts = [
         brackets(timed.gain_interval[timed.case_id == case]),
-        f"{int(known.sum())} of {of_pairs} differ" if len(known) else f"{of_pairs}, not judged",
+        text.format(amount(len(pairs), "A/A pair")),
     ]
     if on_gpu(run.environment):  # nothing records what slows a CPU
         limited = int((once["mark"].fillna("") != "").sum())

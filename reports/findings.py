@@ -26,7 +26,7 @@ from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import calls, cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.cases import DENSE
-from sparsebench.results.tables.contests import in_chain, selects, stored_name, usual
+from sparsebench.results.tables.contests import STORED, in_chain, selects, stored_name, usual
 from sparsebench.results.tables.families import DEFAULT
 from sparsebench.results.tables.frame import fields, records
 from sparsebench.results.tables.grid import EVERY, Case, Finding, View, outcome_of
@@ -253,8 +253,7 @@ def contender_name(case: Mapping[Any, Any]) -> str:
         return f"{name} (by {case['kernel']})"
     if not _runs_dense_too(case) or case["side"] == "dense":
         return name
-    stored = (str(case[field]) for field in ("kind", "tile", "block", "pattern"))
-    return f"{name} ({stored_name(*stored)})"
+    return f"{name} ({stored_name(*(str(case[field]) for field in STORED))})"
 
 
 def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:

@@ -200,7 +200,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
     assert [name for name, count in names.items() if count > 1] == ["Config"]
 
 
-MOST_CODE = {"formats": 1_410, "harness": 13_175, "results": 5_314, "reports": 5_069}
+MOST_CODE = {"formats": 1_410, "harness": 13_175, "results": 5_316, "reports": 5_069}
 MOST_CODE |= {"kernels": 18_960, "src": 340}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -41,8 +41,8 @@ MEANINGS = {
     Outcome.EQUAL: f"The whole interval is within {100 * MARGIN:g} % of 1. There may be a smaller "
     "difference, which does not matter.",
     Outcome.NOT_SETTLED: "The interval allows more than one of these answers. In a look, which has "
-    "a range instead, an end of the range is within the noise floor of 1, or beyond 1. More "
-    "processes, or a second card, may settle it.",
+    "a range instead, the range holds 1 or comes within the noise floor of it. More processes, or "
+    "a second card, may settle it.",
     Outcome.NOT_MEASURED: "A side has no time: the kernel does not support the case, failed, or "
     "gave a wrong result. The row gives the reason.",
 }

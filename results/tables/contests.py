@@ -46,8 +46,8 @@ SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
 PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
 SELECTED = "selected "  # blocks of a call that selects them, which does more than the others
-HALF, IS_HALF = "half 2:4", " dense_fraction=0.5"  # half of each weight is 2:4, half is dense
-STORED = "kind", "tile", "block", "pattern"
+HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
+STORED = "kind", "tile", "block", "pattern", "label"  # what `stored_name` takes of a case
 
 
 def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
@@ -143,8 +143,8 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             for text, model in zip(shape, models, strict=True)
         ]
     row = [
-        SELECTED * selects(choice) + (HALF if IS_HALF in label else stored_name(*map(str, names)))
-        for choice, label, *names in timed[["choice", "label", *STORED]].to_numpy()
+        SELECTED * selects(choice) + stored_name(*map(str, names))
+        for choice, *names in timed[["choice", *STORED]].to_numpy()
     ]
     lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
     return with_objects(lines)
@@ -160,11 +160,12 @@ def selects(choice: str) -> bool:
     return method_of(choice) not in {"", *PARTS}
 
 
-def stored_name(kind: str, tile: str, block: str, pattern: str) -> str:
+def stored_name(kind: str, tile: str, block: str, pattern: str, label: str) -> str:
     """Name what a contender stores: blocks of 64, 2:4, half 2:4, CSR."""
     if tile not in ("", "1"):
         return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"
-    return HALF if pattern.startswith("spense_") else FORMATS.get(kind, kind)
+    is_half = pattern.startswith("spense_") or " dense_fraction=0.5" in label
+    return HALF if is_half else FORMATS.get(kind, kind)
 
 
 def sort_values_of(values: "pd.Series[Any]") -> list[Any]:

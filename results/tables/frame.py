@@ -66,6 +66,7 @@ UNDER_LOAD = [f"{load}_{name}" for load in LOADS for name in (*OF_LOAD, "speedup
 QUARTILES = ["speedup_q1", "speedup_q3"]
 SHARES_OF_SAMPLES = [0.0, 0.1, 0.25, 0.5, 0.75]
 LATE, HOST_LATE = 1.3, "host late"
+OF_ONE_LAYER = {"serving"}  # ops whose rows count the bytes of one layer and of the embeddings
 MARKS = {
     "power-limited": "In at least one process, NVML counted that the power limit lowered the SM "
     f"clock for more than {100 * POWER_LIMITED:g} % of the time of the contest, checks included. "
@@ -252,7 +253,7 @@ def _case_facts(case: Case, sources: Mapping[str, str]) -> dict[str, Any]:
 def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
     """Return the measured columns; `of_samples` are the quantiles SHARES_OF_SAMPLES."""
     least, low, q1, median, q3 = of_samples
-    late, op = _late_share(row, low, median), row.case.problem.op  # serving: bytes of one layer
+    late, has_bytes = _late_share(row, low, median), row.case.problem.op not in OF_ONE_LAYER
     bound_us, bound_by = (row.bound_us, row.bound_by) if row.clock != "host" else (None, None)
     share = _ratio(bound_us, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
@@ -264,7 +265,7 @@ def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
         "values": _values(row.values),
         "samples": len(row.samples_us),
         "sparsity_achieved": row.sparsity,
-        "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes) if op != "serving" else None,
+        "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes) if has_bytes else None,
         "median_us": median,
         "q1_us": q1,
         "q3_us": q3,

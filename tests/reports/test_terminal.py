@@ -161,7 +161,10 @@ def test_a_kernel_that_runs_dense_weights_too_has_the_format_beside_its_name() -
     name = "serving_transformers"
     case = {"name": name, "dense_name": name, "kernel": name, "chosen": name, "side": "ours"}
     case |= {"kind": "spense", "tile": "", "block": "64", "pattern": "two_four_blocks"}
+    case |= {"label": f"spense/{name}"}
     assert contender_name(case) == "serving_transformers (2:4)"
+    half = case | {"label": f"spense/{name} dense_fraction=0.5 split=rows"}
+    assert contender_name(half) == "serving_transformers (half 2:4)"
     assert contender_name(case | {"side": "dense"}) == name
     assert contender_name(case | {"dense_name": name + UNPRUNED}) == f"{name} (2:4)"
 

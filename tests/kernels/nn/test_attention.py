@@ -23,7 +23,7 @@ from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
 from sparsebench.kernels.nn.attention import attention_and_lse
-from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference
+from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference, without
 from tests.kernels.conftest import launch
 from tests.tools.marks import needs_gxx
 
@@ -316,6 +316,19 @@ def test_a_plan_is_run_again_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("case", "allowed"), [(SMALL, 1e-4), (LARGE, 6e-2)], ids=["fp32", "bf16"])
 def test_a_call_is_planned_then_recorded_and_then_replayed(case: Case, allowed: float) -> None:
     check_again(case, 4, allowed)
+
+
+@pytest.mark.gpu
+def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing() -> None:
+    mask = moved(without(LARGE.mask(), 3))
+    leaves = [moved(x) for x in LARGE.operands()[:3]]
+    for x in leaves[1:]:
+        x[:, 192:256] = torch.nan
+    for x in leaves:
+        x.requires_grad_()
+    o = sparsebench.attention(*leaves, mask)
+    grads = torch.autograd.grad(o.sum(), leaves)
+    assert not any(x.isnan().any() for x in (o, *grads))
 
 
 @pytest.mark.gpu
